@@ -1,0 +1,116 @@
+"""A deployment as every process reads it: the TOML with defaults, environment and --set applied, already checked.
+
+`config.py` makes it; the supervisor writes it as JSON into the run directory, where broker, API and workers read it.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import msgspec
+
+from omni_bus.sampling import SamplingParams
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pipeline: str
+    path: str = ""  # hub id or directory; "" where the pipeline brings its own models
+    name: str = ""  # what /v1/models says; "" = the last part of `path`, or the pipeline
+
+
+class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 8091
+    processes: int = 1
+    api_keys_file: str = ""  # one key per line; absent = open, loopback only
+    max_body_mb: int = 64
+    deadline_s: float = 300.0  # of a request that does not say one
+    media_hosts: tuple[str, ...] = ()  # hosts media URLs may name; empty = any public one
+    allow_private_media: bool = False  # let media URLs reach private addresses
+    cors_origins: tuple[str, ...] = ()
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_requests: int = 256  # in flight; one more is refused as overloaded
+    heartbeat_s: float = 2.0
+    lost_after_s: float = 20.0  # without a heartbeat a worker counts as lost
+    retries: int = 1  # of a request whose replica was lost before any output left
+    restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[stages.NAME]: the common keys; `options` holds the keys that this stage's own options type declares, defaults filled in."""
+
+    devices: tuple[str, ...]
+    replicas: int = 1
+    process: str = ""  # stages with the same name here share one worker process; "" = a process of its own
+    dtype: str = "float32"
+    threads: int = 0  # torch's intra-op threads; 0 = cores / worker processes, at least 1
+    max_batch: int = 16
+    sampling: SamplingParams = SamplingParams()
+    options: dict[str, Any] = {}
+
+
+class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """[edges."a->b"]: `connector` may force one; `options` as in StageConfig."""
+
+    connector: str = "auto"  # auto | inline | local | shm
+    credits: int
+    options: dict[str, Any] = {}
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    model: ModelConfig
+    api: ApiConfig
+    bus: BusConfig
+    stages: dict[str, StageConfig]
+    edges: dict[str, EdgeConfig]
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name or pathlib.PurePath(self.model.path).name or self.model.pipeline
+
+    def workers(self) -> dict[str, tuple[str, ...]]:
+        """Worker process name → the stages it hosts: "thinker.0", "thinker.1", …; grouped stages: "GROUP.0"."""
+        groups: dict[str, list[str]] = {}
+        for name, stage in self.stages.items():
+            groups.setdefault(stage.process or name, []).append(name)
+        return {
+            f"{group}.{index}": tuple(stages)
+            for group, stages in groups.items()
+            for index in range(self.stages[stages[0]].replicas)
+        }
+
+
+class RunDir:
+    """The private directory (mode 0700) of one running server: the broker's socket, the deployment, the logs."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls) -> RunDir:
+        base = pathlib.Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        return cls(pathlib.Path(tempfile.mkdtemp(prefix="omni-bus-", dir=base)))
+
+    @property
+    def broker(self) -> str:
+        """The broker's ZeroMQ endpoint."""
+        return f"ipc://{self.path}/broker.sock"
+
+    @property
+    def tag(self) -> str:
+        """Marks this server's shared memory segments."""
+        return self.path.name.rsplit("-", 1)[-1]
+
+    def log(self, process: str) -> pathlib.Path:
+        return self.path / f"{process}.log"
+
+    def write(self, deployment: Deployment) -> None:
+        (self.path / "deployment.json").write_bytes(msgspec.json.encode(deployment))
+
+    def read(self) -> Deployment:
+        return msgspec.json.decode((self.path / "deployment.json").read_bytes(), type=Deployment)

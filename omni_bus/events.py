@@ -1,0 +1,309 @@
+"""The events of the bus: one tagged union of msgspec Structs, MessagePack on the wire.
+
+A ZeroMQ message is `[route][header][payload frames…]`: the route is the peer's identity at the broker's ROUTER socket, the header
+one event of this file, and the payload frames belong to Chunk, Submit and Append only: frame 0 is the encoded payload Struct,
+the following frames are the bytes of inline tensors in the order of `refs`. The broker never looks into payload frames.
+
+Ids: `ticket` numbers a request on one client's connection, made by BusClient. `request` is the broker's own number for one
+attempt at it; a retry gets a new one. Neither comes from outside.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from omni_bus.errors import ErrorInfo
+from omni_bus.sampling import SamplingParams
+
+PROTOCOL = 1
+CLIENT = "client"  # the pseudo stage at both ends of every pipeline
+
+
+class TensorRef(msgspec.Struct, frozen=True, array_like=True):
+    """Where the bytes of one tensor lie. Made by a connector's `put`, resolved by its `get` at the consumer.
+
+    inline: `offset` is the index of the payload frame. shm, cuda_ipc: `segment` names the pooled segment, `offset` the first byte
+    in it, `generation` the slot's generation at `put` (a reader that finds another one raises StaleTensor). local: `segment` is ""
+    and `generation` the key in the process's table.
+    """
+
+    name: str
+    connector: str
+    dtype: str  # torch's name without the prefix: "float32", "int16", "bfloat16"
+    shape: tuple[int, ...]
+    nbytes: int
+    segment: str = ""
+    offset: int = 0
+    generation: int = 0
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks of every stage, validated by the API; sent to each stage in Open."""
+
+    modalities: tuple[str, ...] = ("text",)  # wanted outputs: "text", "audio"
+    voice: str | None = None
+    seed: int | None = None
+    sampling: dict[str, SamplingParams] = {}  # by stage name
+    include_transcript: bool = True
+
+
+class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):
+    """How a producer sends on one output edge of one request, decided by the broker from where both ends run."""
+
+    edge: str
+    connector: str  # inline | local | shm | cuda_ipc | tcp: what `put` uses for a tensor above 64 KiB; smaller ones go inline
+    credits: int  # chunks that may be unconsumed before the producer pauses
+
+
+class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage replica's figures in each Heartbeat; counters are totals since the process started."""
+
+    stage: str
+    waiting: int = 0
+    running: int = 0
+    batch: int = 0  # rows in the last step
+    steps: int = 0
+    busy_s: float = 0.0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    slots_used: int = 0
+    slots_total: int = 0
+    segments_used: int = 0  # connector slots handed out and not yet returned
+    chunks: dict[str, int] = {}  # "edge|connector" → chunks sent
+    bytes: dict[str, int] = {}  # "edge|connector" → bytes sent
+
+
+class StageReplica(msgspec.Struct, frozen=True, array_like=True):
+    """One stage that a registering worker process hosts."""
+
+    stage: str
+    device: str
+    capacity: int  # requests it runs at once
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, tag_field="t"):
+    """Base of the union."""
+
+
+# ---- client → broker
+
+
+class Hello(Event, frozen=True):
+    """First message of a client or supervisor connection."""
+
+    role: str  # "client" | "supervisor"
+    protocol: int = PROTOCOL
+
+
+class Submit(Event, frozen=True):
+    """A new request; its payload frames are the first chunk on the entry edge (seq 0)."""
+
+    ticket: int
+    label: str  # for logs only
+    options: RequestOptions
+    deadline_s: float  # from arrival at the broker
+    refs: tuple[TensorRef, ...] = ()
+    last: bool = True  # False: Append follows
+
+
+class Append(Event, frozen=True):
+    """Streamed input: the next chunk on the entry edge."""
+
+    ticket: int
+    seq: int
+    refs: tuple[TensorRef, ...] = ()
+    last: bool = False
+
+
+class CancelRequest(Event, frozen=True):
+    ticket: int
+
+
+class StatusQuery(Event, frozen=True):
+    """Answered with Status; `watch`: also at every change of a replica's state (the supervisor's progress lines)."""
+
+    query: int
+    watch: bool = False
+
+
+class Exited(Event, frozen=True):
+    """supervisor → broker: a worker process ended. Its replicas are lost and their requests failed or retried."""
+
+    worker: str
+
+
+class StopServing(Event, frozen=True):
+    """supervisor → broker: refuse new requests, end the running ones, then send Shutdown to the workers and clients."""
+
+    grace_s: float = 2.0
+
+
+# ---- broker → client
+
+
+class Delta(Event, frozen=True):
+    """A chunk for the client, with payload frames as in Chunk."""
+
+    ticket: int
+    edge: str
+    seq: int
+    last: bool
+    refs: tuple[TensorRef, ...] = ()
+
+
+class Completed(Event, frozen=True):
+    """The request ended well. usage: stage name → figure → value (prompt_tokens, completion_tokens, frames, …)."""
+
+    ticket: int
+    usage: dict[str, dict[str, int]] = {}
+
+
+class RequestFailed(Event, frozen=True):
+    ticket: int
+    error: ErrorInfo
+
+
+class RequestCancelled(Event, frozen=True):
+    """Every stage has acknowledged the cancel: nothing of the request is left anywhere."""
+
+    ticket: int
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    stage: str
+    worker: str
+    pid: int
+    host: str
+    device: str
+    state: str  # starting | loading | ready | draining | lost
+    progress: float = 0.0
+    detail: str = ""
+    requests: int = 0
+    restarts: int = 0
+    load: StageLoad | None = None
+
+
+class Status(Event, frozen=True, kw_only=True):
+    query: int
+    pipeline: str
+    ready: bool
+    missing: tuple[str, ...]  # stages without a ready replica
+    replicas: tuple[ReplicaStatus, ...]
+    requests: dict[str, int]  # request state → how many now
+    ended: dict[str, int]  # "done", "cancelled", "failed:<code>" → how many since start
+    edge_chunks: dict[str, int] = {}
+    uptime_s: float = 0.0
+
+
+# ---- both directions between client/worker and broker
+
+
+class Consumed(Event, frozen=True):
+    """`count` more chunks of (request, edge) were consumed: the producer gets that many credits and its tensor slots back.
+
+    From a client, `request` is its ticket.
+    """
+
+    request: int
+    edge: str
+    count: int = 1
+
+
+# ---- broker → worker
+
+
+class Open(Event, frozen=True, kw_only=True):
+    """A request is bound to this stage replica; may come before its first chunk."""
+
+    request: int
+    stage: str
+    options: RequestOptions
+    deadline_s: float  # seconds left
+    inputs: tuple[str, ...]
+    outputs: tuple[EdgeRoute, ...]
+
+
+class Chunk(Event, frozen=True):
+    """One chunk on one edge of one request; seq counts from 0 for each (request, edge); `last` closes the edge."""
+
+    request: int
+    edge: str
+    seq: int
+    last: bool
+    refs: tuple[TensorRef, ...] = ()
+
+
+class Close(Event, frozen=True):
+    """The request ended well everywhere: forget it."""
+
+    request: int
+    stage: str
+
+
+class Cancel(Event, frozen=True):
+    """Free all that the request holds in this stage, then answer Cancelled. Also sent to every stage after a failure."""
+
+    request: int
+    stage: str
+
+
+class Drain(Event, frozen=True):
+    """Finish what is open; nothing new will come."""
+
+
+class Shutdown(Event, frozen=True):
+    """Leave now, in order."""
+
+
+# ---- worker → broker
+
+
+class Register(Event, frozen=True, kw_only=True):
+    worker: str  # the process's name, e.g. "thinker.0"; also its identity at the broker
+    pid: int
+    host: str
+    boot: str  # boot id: same host and boot → shm reaches
+    replicas: tuple[StageReplica, ...]
+    protocol: int = PROTOCOL
+
+
+class Load(Event, frozen=True):
+    """Progress of a stage's start: fraction 0..1 and what it is doing."""
+
+    stage: str
+    fraction: float
+    detail: str
+
+
+class Ready(Event, frozen=True):
+    stage: str
+    capacity: int
+
+
+class Done(Event, frozen=True):
+    request: int
+    stage: str
+    usage: dict[str, int] = {}
+
+
+class Failed(Event, frozen=True):
+    request: int
+    stage: str
+    error: ErrorInfo
+
+
+class Cancelled(Event, frozen=True):
+    """KV blocks, slots and shared memory of the request are free in this stage."""
+
+    request: int
+    stage: str
+
+
+class Heartbeat(Event, frozen=True):
+    loads: tuple[StageLoad, ...]
+
+
+ClientToBroker = Hello | Submit | Append | CancelRequest | Consumed | StatusQuery | Exited | StopServing
+BrokerToClient = Delta | Completed | RequestFailed | RequestCancelled | Status | Shutdown
+BrokerToWorker = Open | Chunk | Consumed | Close | Cancel | Drain | Shutdown
+WorkerToBroker = Register | Load | Ready | Chunk | Consumed | Done | Failed | Cancelled | Heartbeat

@@ -1,0 +1,56 @@
+"""What the edges to and from the client carry, the same for every pipeline.
+
+A payload is a msgspec Struct, encoded into the first payload frame of a Chunk; tensors travel beside it as TensorRefs. Edges
+between stages carry payloads of the model family's own, declared in its PipelineSpec.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class TextPart(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class MediaPart(msgspec.Struct, frozen=True, tag="media"):
+    """A piece of media inside a message; its content is the chunk's tensor `media{index}`.
+
+    audio: float32 [samples], mono, 16 kHz, decoded by the API. image, video: uint8 [bytes], the encoded file as it came.
+    """
+
+    kind: Literal["audio", "image", "video"]
+    index: int
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    parts: tuple[TextPart | MediaPart, ...]
+
+
+class ChatInput(msgspec.Struct, frozen=True):
+    """client → first stage: the whole conversation, oldest message first."""
+
+    messages: tuple[Message, ...]
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """stage → client: newly decided text. The last one has `finish_reason`; its text may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class AudioDelta(msgspec.Struct, frozen=True):
+    """stage → client: tensor `pcm`, int16 [samples], mono, never empty; an empty last delta closes the edge without a tensor."""
+
+    sample_rate: int
+
+
+class InputTranscript(msgspec.Struct, frozen=True):
+    """stage → client: what a speech recogniser heard in the user's audio."""
+
+    text: str

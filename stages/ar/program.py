@@ -1,0 +1,133 @@
+"""The seam between the engine and a model family: Row (one request in the engine) and Program (what the family adds).
+
+A row is a growing list of input positions. The engine computes positions that are there and not yet computed (prefill in
+bounded pieces, decode is a piece of one), and samples a token whenever a row whose prompt is closed has no uncomputed position
+left. The program then appends the next input position: at once (a text model), or when a chunk brings what is missing (the
+Talker waits for the Thinker's next token). A row with nothing to compute is simply not in the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from omni_bus.errors import ErrorInfo
+from omni_bus.stages.contract import Chunk, Consumed, Emission, Finished, Output, StageContext, StageError, StageRequest
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from omni_bus.stages.ar.decoder import Decoder
+
+
+@dataclasses.dataclass(slots=True)
+class Inputs:
+    """Input positions not yet computed. Exactly one of token_ids and embeds is given.
+
+    token_ids: [n] python ints; embeds: [n, hidden]; positions: int64 [3, n] (t, h, w; all equal for text);
+    deepstack: [taps, n, hidden] added to the hidden states behind the first `taps` layers, or None.
+    """
+
+    positions: torch.Tensor
+    token_ids: Sequence[int] | None = None
+    embeds: torch.Tensor | None = None
+    deepstack: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """One request in the engine. The program reads and writes `data`, appends inputs and emits; the engine does the rest."""
+
+    request: StageRequest
+    generator: torch.Generator | None  # None = greedy; one per request and stage, seeded by sampling.seed or options.seed
+    data: Any = None  # the program's own state of this request
+    pending: list[Inputs] = dataclasses.field(default_factory=list)
+    length: int = 0  # positions appended so far
+    computed: int = 0  # positions in the KV cache
+    next_position: int = 0  # the highest position on any axis + 1
+    prompt_closed: bool = False
+    penalty_ids: list[int] = dataclasses.field(default_factory=list)  # repetition penalty sees these and output_ids
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: Literal["stop", "length"] | None = None  # set by the engine before Program.sampled sees the last token
+    outbox: list[Emission] = dataclasses.field(default_factory=list)
+    ended: bool = False
+    paused: bool = False
+    blocks: list[int] = dataclasses.field(default_factory=list)  # KV block table
+
+    def append(self, inputs: Inputs) -> None:
+        """More input positions, behind those already there."""
+        count = inputs.positions.shape[1]
+        assert not self.ended and count > 0
+        self.pending.append(inputs)
+        self.length += count
+        self.next_position = int(inputs.positions.max()) + 1
+
+    def append_text(self, *, token_ids: Sequence[int] | None = None, embeds: torch.Tensor | None = None) -> None:
+        """The same with ordinary positions: one more than the last on all three axes."""
+        count = len(token_ids) if token_ids is not None else int(embeds.shape[0])  # type: ignore[union-attr]
+        positions = torch.arange(self.next_position, self.next_position + count).expand(3, count)
+        self.append(Inputs(positions=positions, token_ids=token_ids, embeds=embeds))
+
+    def close_prompt(self) -> None:
+        """The prompt is complete: from its last position on, tokens are sampled."""
+        self.prompt_closed = True
+
+    def emit(
+        self, edge: str, payload: msgspec.Struct, tensors: Mapping[str, torch.Tensor] | None = None, *, last: bool = False
+    ) -> None:
+        """Send a chunk, if that output edge is open for this request."""
+        if edge in self.request.outputs:
+            self.outbox.append(Output(self.request.id, edge, payload, tensors or {}, last))
+
+    def consume(self, edge: str, count: int = 1) -> None:
+        """`count` chunks of an input edge have been used up."""
+        self.outbox.append(Consumed(self.request.id, edge, count))
+
+    def finish(self, usage: Mapping[str, int]) -> None:
+        """The request is done in this stage; the engine frees its blocks."""
+        self.outbox.append(Finished(self.request.id, usage))
+        self.ended = True
+
+    def fail(self, error: ErrorInfo) -> None:
+        self.outbox.append(StageError(self.request.id, error))
+        self.ended = True
+
+
+class Program(Protocol):
+    """What a model family adds to the engine. One instance per stage replica."""
+
+    decoder: Decoder
+    eos_ids: frozenset[int]
+    suppressed_ids: torch.Tensor | None  # int64 [k]: ids whose logits become -inf
+    capture_layer: int | None  # hand `computed` the hidden states before this layer's successor (HF's hidden_states[k])
+    max_length: int  # positions a row may have, prompt and output
+
+    def load(self, ctx: StageContext) -> None: ...
+
+    def start(self, row: Row) -> None:
+        """A request was opened. OmniBusError refuses it."""
+
+    def feed(self, row: Row, chunk: Chunk) -> None:
+        """A chunk came. Append inputs, close the prompt, `row.consume` what is used up. OmniBusError fails the request."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [n] → [n, hidden], for inputs given as token ids."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden], post-norm → float32 [rows, vocab]."""
+
+    def computed(self, row: Row, start: int, captured: torch.Tensor) -> None:
+        """Prompt positions start … start+n-1 were computed; captured: [n, hidden] of `capture_layer`. Only called where that is set,
+        and only for positions of the prompt."""
+
+    def sampled(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """One token each was sampled (already in row.output_ids; row.finish_reason says whether it was the last).
+
+        hidden: [rows, hidden], post-norm, of the position it was sampled from. Emit, then append the next input or finish.
+        """
+
+    def release(self, row: Row) -> None:
+        """The row is gone (done, failed or cancelled): free what the program holds for it."""
