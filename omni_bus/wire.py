@@ -37,7 +37,7 @@ class HeaderDecoder(Generic[EventT]):
     """Decodes the header frames that one kind of peer receives."""
 
     def __init__(self, union: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[EventT] = msgspec.msgpack.Decoder(union)  # type: ignore[call-overload]
+        self._decoder: msgspec.msgpack.Decoder[EventT] = msgspec.msgpack.Decoder(union)
 
     def __call__(self, header: bytes | memoryview) -> EventT:
         """Raises ProtocolViolation for bytes that are not one of its events."""
