@@ -1,0 +1,54 @@
+"""Words that make a stage misbehave, for tests of isolation, restarts and deadlines. They act only with `faults = true`.
+
+| word | what happens in STAGE when the word is its turn |
+| --- | --- |
+| `!raise:STAGE` | an exception in the row: this request fails |
+| `!panic:STAGE` | an exception out of `step`: every request of the stage fails |
+| `!exit:STAGE` | the process ends at once with status 13 |
+| `!hang:STAGE` | the row never goes on |
+| `!sleep:STAGE:MS` | the step blocks for MS milliseconds, then the word goes on as any other |
+| `!repeat:N` | source puts the words "0" … "N-1" in its place |
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+
+
+class Verdict(enum.Enum):
+    """What the row does with the word after the fault."""
+
+    GO_ON = enum.auto()
+    HANG = enum.auto()
+
+
+class StagePanic(Exception):
+    """Leaves `step` on purpose."""
+
+
+def act(word: str, stage: str) -> Verdict:
+    """Provoke the fault that `word` names, if it names one for this stage."""
+    kind, _, rest = word.partition(":")
+    target, _, argument = rest.partition(":")
+    if target != stage:
+        return Verdict.GO_ON
+    match kind:
+        case "!raise":
+            raise RuntimeError("the probe was told to raise")
+        case "!panic":
+            raise StagePanic("the probe was told to panic")
+        case "!exit":
+            os._exit(13)
+        case "!hang":
+            return Verdict.HANG
+        case "!sleep":
+            time.sleep(int(argument) / 1000)
+    return Verdict.GO_ON
+
+
+def repeats(word: str) -> int | None:
+    """N of `!repeat:N`; None for any other word."""
+    kind, _, count = word.partition(":")
+    return int(count) if kind == "!repeat" and count.isdecimal() else None
