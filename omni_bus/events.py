@@ -141,6 +141,16 @@ class StopServing(Event, frozen=True):
 # ---- broker → client
 
 
+class Welcome(Event, frozen=True):
+    """Answers Hello of a client: the connection stands. credits: edges to and from the client → chunks that may be unconsumed."""
+
+    credits: dict[str, int]
+
+
+class Ping(Event, frozen=True):
+    """Asks nothing. Sent after some peer's connection closed: a send to a peer that is gone fails, and so tells which one it was."""
+
+
 class Delta(Event, frozen=True):
     """A chunk for the client, with payload frames as in Chunk."""
 
@@ -201,7 +211,7 @@ class Status(Event, frozen=True, kw_only=True):
 class Consumed(Event, frozen=True):
     """`count` more chunks of (request, edge) were consumed: the producer gets that many credits and its tensor slots back.
 
-    From a client, `request` is its ticket.
+    From and to a client, `request` is its ticket.
     """
 
     request: int
@@ -304,6 +314,6 @@ class Heartbeat(Event, frozen=True):
 
 
 ClientToBroker = Hello | Submit | Append | CancelRequest | Consumed | StatusQuery | Exited | StopServing
-BrokerToClient = Delta | Completed | RequestFailed | RequestCancelled | Status | Shutdown
+BrokerToClient = Welcome | Ping | Delta | Consumed | Completed | RequestFailed | RequestCancelled | Status | Shutdown
 BrokerToWorker = Open | Chunk | Consumed | Close | Cancel | Drain | Shutdown
 WorkerToBroker = Register | Load | Ready | Chunk | Consumed | Done | Failed | Cancelled | Heartbeat
