@@ -1,0 +1,196 @@
+"""One decoder for every autoregressive model here: Llama, the Qwen3-MoE Thinker and Talker, the Talker's code predictor.
+
+Tokens of all rows come packed, [N, hidden]; what belongs to which row only the Attention knows. Parameter names are those of a
+Hugging Face checkpoint below `model.` (`layers.0.self_attn.q_proj.weight`, `norm.weight`), experts fused as in mlp.Experts.
+Embeddings and heads belong to the Program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from omni_bus.errors import CheckpointError
+from omni_bus.stages.ar.attention import Attention, ContiguousAttention
+from omni_bus.stages.ar.mlp import DenseConfig, DenseMLP, MoE, MoEConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: DenseConfig | MoEConfig
+    max_positions: int
+    rms_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    mrope_section: tuple[int, int, int] | None = None  # frequencies of the axes t, h, w, interleaved; None = axis t alone
+    qk_norm: bool = False  # RMS norm over head_dim of each query and key
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.heads % self.kv_heads == 0 and self.head_dim % 2 == 0
+        assert self.mrope_section is None or sum(self.mrope_section) == self.head_dim // 2
+
+
+class RMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x²) + eps), the root in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class Rotary:
+    """Rotary angles. Interleaved multimodal RoPE: frequency i follows axis h where i % 3 == 1 and i < 3 * section[1], axis w
+    where i % 3 == 2 and i < 3 * section[2], and axis t elsewhere. Not a module: it has no weights, and no dtype to be cast to."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+        self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [3, N] → cos and sin, [N, 1, head_dim] each."""
+        if positions.device not in self._tables:
+            self._tables[positions.device] = self._table(positions.device)
+        frequencies, axes = self._tables[positions.device]
+        if self.config.mrope_section is None:
+            angles = positions[0].float()[:, None] * frequencies
+        else:
+            angles = positions.float()[axes].T * frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _table(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        dim = self.config.head_dim
+        frequencies = 1.0 / (self.config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        axes = torch.zeros(dim // 2, dtype=torch.int64)
+        if self.config.mrope_section is not None:
+            for axis in (1, 2):
+                axes[axis : 3 * self.config.mrope_section[axis] : 3] = axis
+        return frequencies.to(device), axes.to(device)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [N, heads, head_dim]: dimension i is paired with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention) -> torch.Tensor:
+        tokens = len(x)
+        query = rotate(self.q_norm(self.q_proj(x).view(tokens, -1, self.head_dim)), *rotary)
+        key = rotate(self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim)), *rotary)
+        value = self.v_proj(x).view(tokens, -1, self.head_dim)
+        out: torch.Tensor = self.o_proj(attention.attend(self.layer, query, key, value).reshape(tokens, -1))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, layer)
+        self.mlp: nn.Module
+        if isinstance(config.mlp, MoEConfig):
+            self.mlp = MoE(config.hidden, config.mlp)
+        else:
+            self.mlp = DenseMLP(config.hidden, config.mlp.intermediate)
+        self.input_layernorm = RMSNorm(config.hidden, config.rms_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.rms_eps)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attention)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.rms_eps)
+
+    @classmethod
+    def from_tensors(
+        cls, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, device: torch.device | str
+    ) -> Decoder:
+        """A decoder that holds `tensors` (names as above). CheckpointError says which are missing, not wanted or of another shape."""
+        with torch.device("meta"):
+            decoder = cls(config)
+        wanted = {name: tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+        wrong = sorted(wanted.keys() ^ tensors.keys()) or sorted(
+            name for name, shape in wanted.items() if tuple(tensors[name].shape) != shape
+        )
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint does not hold the decoder its config describes: {len(wrong)} tensors are missing, not expected or "
+                f"of another shape, the first is {wrong[0]!r}"
+            )
+        decoder.load_state_dict({name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}, assign=True)
+        return decoder.eval().requires_grad_(False)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        *,
+        deepstack: torch.Tensor | None = None,
+        capture_layer: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Packed tokens [N, hidden] at positions int64 [3, N] → (post-norm hidden [N, hidden], captured [N, hidden] or None).
+
+        deepstack [taps, N, hidden] is added behind the first `taps` layers. `capture_layer` k gives what transformers calls
+        hidden_states[k]: the output of layer k-1 before deepstack is added (k = 0: the input; k = layers: post-norm).
+        """
+        rotary = self.rotary(positions, inputs_embeds.dtype)
+        taps = 0 if deepstack is None else len(deepstack)
+        x = inputs_embeds
+        captured = x if capture_layer == 0 else None
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotary, attention)
+            if capture_layer == index + 1:
+                captured = x
+            if deepstack is not None and index < taps:
+                x = x + deepstack[index]
+        hidden = self.norm(x)
+        return hidden, hidden if capture_layer == len(self.layers) else captured
+
+    def forward_rows(self, inputs_embeds: torch.Tensor, cache: ContiguousAttention) -> torch.Tensor:
+        """The next n positions of every row of a plain cache: [rows, n, hidden] → post-norm hidden [rows, n, hidden].
+
+        The rows are those of `cache.reset(rows)`; positions count from 0 after it.
+        """
+        rows, count, width = inputs_embeds.shape
+        assert rows == cache.rows
+        start = cache.extend(count)
+        positions = torch.arange(start, start + count, device=inputs_embeds.device).repeat(rows).expand(3, -1)
+        hidden, _ = self(inputs_embeds.reshape(rows * count, width), positions, cache)
+        out: torch.Tensor = hidden.view(rows, count, width)
+        return out

@@ -1,0 +1,41 @@
+"""The paged KV cache: one key and one value tensor for all layers, cut into blocks of `block_size` positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from omni_bus.stages.ar.decoder import DecoderConfig
+
+
+class KVCache:
+    """Block 0 is the null block: never handed out and always zero, so that padding may point to it whatever other blocks hold."""
+
+    def __init__(
+        self, config: DecoderConfig, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self._offsets = torch.arange(block_size)
+        shape = (config.layers, (blocks + 1) * block_size, config.kv_heads, config.head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers."""
+        return 2 * config.layers * block_size * config.kv_heads * config.head_dim * dtype.itemsize
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, [slots, kv_heads, head_dim] each."""
+        return self._keys[layer], self._values[layer]
+
+    def slots(self, blocks: Sequence[int], length: int) -> torch.Tensor:
+        """int64 [length], on the CPU: the slots of a row's first `length` positions."""
+        count = -(-length // self.block_size)
+        assert count <= len(blocks), "a position outside the row's blocks"
+        table = torch.tensor(blocks[:count], dtype=torch.int64)
+        return (table[:, None] * self.block_size + self._offsets).view(-1)[:length]
