@@ -32,6 +32,11 @@ def segment_name(tag: str, number: int) -> str:
     return f"omnibus-{tag}-{boot_id()}-{os.getpid()}-{number}"
 
 
+def is_segment_name(name: str) -> bool:
+    """Whether `name` is one that `segment_name` makes, here or in another process."""
+    return _NAME.fullmatch(name) is not None
+
+
 def sweep(*, tag: str | None = None, pid: int | None = None) -> list[str]:
     """Unlink segments whose owner is dead, of any server or of that tag and owner only; returns their names.
 

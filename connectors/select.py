@@ -1,0 +1,91 @@
+"""All connectors of one process: which one carries a tensor, a chunk's tensors as a parcel, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from omni_bus.connectors.base import Connector, Frame
+from omni_bus.connectors.inline import InlineConnector
+from omni_bus.connectors.local import LocalConnector
+from omni_bus.connectors.shm import LIMIT_BYTES, SEGMENT_BYTES, ShmConnector
+from omni_bus.errors import ProtocolViolation
+from omni_bus.events import EdgeRoute, TensorRef
+
+INLINE_BYTES = 64 << 10  # a tensor up to here goes inline on every edge
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parcel:
+    """A chunk's tensors on their way: refs for its event, payload frames (the first is the payload Struct's)."""
+
+    refs: tuple[TensorRef, ...]
+    frames: list[Frame]
+
+
+class Connectors:
+    """`put` and `get` for whole chunks, all or nothing."""
+
+    def __init__(self, tag: str, *, segment_bytes: int = SEGMENT_BYTES, limit: int = LIMIT_BYTES) -> None:
+        self._inline = InlineConnector()
+        self._shm = ShmConnector(tag, segment_bytes=segment_bytes, limit=limit)
+        connectors: tuple[Connector, ...] = (self._inline, LocalConnector(), self._shm)
+        self._by_name = {connector.name: connector for connector in connectors}
+
+    def check_route(self, route: EdgeRoute) -> None:
+        """Raise ProtocolViolation for a connector that this process does not have."""
+        self._named(route.connector)
+
+    def put(self, route: EdgeRoute, payload: Frame, tensors: Mapping[str, torch.Tensor]) -> Parcel | None:
+        """None: there is no room for one of them now, and none was put. Raises TooLarge where there never will be."""
+        frames = [payload]
+        refs: list[TensorRef] = []
+        try:
+            for name, tensor in tensors.items():
+                small = tensor.numel() * tensor.element_size() <= INLINE_BYTES
+                connector = self._inline if small else self._named(route.connector)
+                ref = connector.put(name, tensor, frames)
+                if ref is None:
+                    self.release(refs)
+                    return None
+                refs.append(ref)
+        except Exception:
+            self.release(refs)
+            raise
+        return Parcel(tuple(refs), frames)
+
+    def get(self, refs: Sequence[TensorRef], frames: Sequence[Frame], *, inline_only: bool = False) -> dict[str, torch.Tensor]:
+        """The tensors by name. Raises ProtocolViolation or StaleTensor. `inline_only` for refs that a client made."""
+        tensors: dict[str, torch.Tensor] = {}
+        for ref in refs:
+            if ref.name in tensors:
+                raise ProtocolViolation("a chunk with two tensors of one name")
+            if inline_only and ref.connector != self._inline.name:
+                raise ProtocolViolation("a client's tensors come inline only")
+            tensors[ref.name] = self._named(ref.connector).get(ref, frames)
+        return tensors
+
+    def release(self, refs: Sequence[TensorRef]) -> None:
+        for ref in refs:
+            self._named(ref.connector).release(ref)
+
+    @property
+    def used(self) -> int:
+        """Slots handed out and not yet returned, over all connectors."""
+        return sum(connector.used for connector in self._by_name.values())
+
+    def prune(self) -> None:
+        """Let go of other processes' segments that are gone."""
+        self._shm.prune()
+
+    def close(self) -> None:
+        for connector in self._by_name.values():
+            connector.close()
+
+    def _named(self, name: str) -> Connector:
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise ProtocolViolation(f"no connector {name[:40]!r} in this process") from None
