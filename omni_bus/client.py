@@ -161,7 +161,7 @@ class BusClient:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is under way
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._monitor_pump = Pump(self._loop, monitor, self._on_connection)
         self._pump = Pump(self._loop, self._socket, self._on_message)
         self._socket.connect(endpoint)
