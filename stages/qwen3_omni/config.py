@@ -20,26 +20,27 @@ ScalarT = TypeVar("ScalarT", int, float, str, bool)
 
 
 class Section:
-    """An object inside config.json; reading a field that is not there or of a wrong type names its full path."""
+    """An object inside a checkpoint's JSON file; reading a field that is not there or of a wrong type names its full path."""
 
-    def __init__(self, fields: dict[str, Any], path: str) -> None:
+    def __init__(self, fields: dict[str, Any], path: str = "", file: str = "config.json") -> None:
         self.fields = fields
         self.path = path
+        self.file = file
 
     def _find(self, names: tuple[str, ...]) -> Any:
         for name in names:
             if self.fields.get(name) is not None:
                 return self.fields[name]
-        raise CheckpointError(f"config.json lacks {self.path}{names[0]}; take the checkpoint's config.json as it was published")
+        raise CheckpointError(f"{self.file} lacks {self.path}{names[0]}; take the checkpoint's {self.file} as it was published")
 
     def _wrong(self, name: str, wanted: str) -> CheckpointError:
-        return CheckpointError(f"config.json: {self.path}{name} must be {wanted}")
+        return CheckpointError(f"{self.file}: {self.path}{name} must be {wanted}")
 
     def section(self, name: str) -> Section:
         value = self._find((name,))
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
-        return Section(value, f"{self.path}{name}.")
+        return Section(value, f"{self.path}{name}.", self.file)
 
     def get(self, kind: type[ScalarT], *names: str) -> ScalarT:
         """The field under the first of `names` that is there."""
@@ -60,6 +61,12 @@ class Section:
         if not isinstance(value, list) or not all(isinstance(item, int) for item in value):
             raise self._wrong(name, "a list of integers")
         return tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        value = self._find((name,))
+        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
+            raise self._wrong(name, "a list of numbers")
+        return tuple(float(item) for item in value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +239,7 @@ def read_config(model_path: str) -> OmniConfig:
 
 def parse_config(fields: dict[str, Any]) -> OmniConfig:
     """Checked fields of config.json, including the constraints that join the stages; CheckpointError names the field."""
-    root = Section(fields, "")
+    root = Section(fields)
     if fields.get("model_type") != MODEL_TYPE:
         raise CheckpointError(
             f"config.json: model_type is {fields.get('model_type')!r}, but pipeline qwen3_omni needs {MODEL_TYPE!r}; "
@@ -351,8 +358,8 @@ def _talker(section: Section) -> TalkerConfig:
 def _check(config: OmniConfig) -> None:
     """Constraints between the parts, without which the stages would compute nonsense instead of failing."""
     thinker, talker = config.thinker, config.talker
-    codec_ids = (talker.codec_pad, talker.codec_bos, talker.codec_eos, talker.codec_nothink)
-    codec_ids += (talker.codec_think_bos, talker.codec_think_eos, *talker.speaker_ids.values())
+    codec_ids = {talker.codec_pad, talker.codec_bos, talker.codec_eos, talker.codec_nothink}
+    codec_ids |= {talker.codec_think_bos, talker.codec_think_eos, *talker.speaker_ids.values()}
     first_special = talker.text.vocab_size - 1024
     rules = (
         (

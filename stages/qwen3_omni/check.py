@@ -1,0 +1,133 @@
+"""Whether a checkpoint directory can be served, told before any process starts: config, tensors' headers, tokenizer files.
+
+Reads JSON only: a safetensors file begins with eight bytes, the length of the JSON header that follows and names every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import struct
+from typing import Any
+
+from omni_bus.errors import CheckpointError
+from omni_bus.stages.qwen3_omni.config import DecoderConfig, OmniConfig, model_directory, parse_config, read_json
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+Shape = tuple[int, ...]
+
+
+def check_checkpoint(model_path: str) -> None:
+    """CheckpointError says what is missing or malformed, and what to do."""
+    directory = model_directory(model_path)
+    config = parse_config(read_json(directory / "config.json"))
+    _check_tokenizer(directory)
+    shapes = read_shapes(directory)
+    for name, shape in _expected(config).items():
+        if name not in shapes:
+            raise CheckpointError(f"the checkpoint lacks tensor {name!r} that its config.json calls for; fetch all its shards")
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"tensor {name!r} is {list(shapes[name])}, but config.json calls for {list(shape)}; "
+                "config.json and the tensors are not of the same model"
+            )
+
+
+def read_shapes(directory: pathlib.Path) -> dict[str, Shape]:
+    """Every tensor's shape, from the headers of model.safetensors or of the shards that the index names."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return _header(directory / "model.safetensors", "model.safetensors (or model.safetensors.index.json and its shards)")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} has no valid weight_map; fetch it again")
+    shapes: dict[str, Shape] = {}
+    for file in sorted(set(weight_map.values())):
+        if pathlib.PurePath(file).name != file:
+            raise CheckpointError(f"{index.name} names {file!r}, which is not a file name; fetch it again")
+        shapes.update(_header(directory / file, file))
+    return shapes
+
+
+def _header(path: pathlib.Path, name: str) -> dict[str, Shape]:
+    if not path.is_file():
+        raise CheckpointError(f"{name} is missing in {path.parent}; fetch the whole checkpoint")
+    broken = CheckpointError(f"{path} is damaged or cut short; fetch it again")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise broken
+        (length,) = struct.unpack("<Q", start)
+        if length > min(MAX_HEADER, size - 8):
+            raise broken
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+            entries = {key: value for key, value in header.items() if key != "__metadata__"}
+            end = max((value["data_offsets"][1] for value in entries.values()), default=0)
+            shapes = {key: tuple(value["shape"]) for key, value in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise broken from error
+    if 8 + length + end > size:
+        raise broken
+    return shapes
+
+
+def _check_tokenizer(directory: pathlib.Path) -> None:
+    if not (directory / "tokenizer.json").is_file() and not all(
+        (directory / name).is_file() for name in ("vocab.json", "merges.txt")
+    ):
+        raise CheckpointError(
+            f"{directory} has neither tokenizer.json nor vocab.json and merges.txt; fetch the whole checkpoint"
+        )
+    tokenizer = read_json(directory / "tokenizer_config.json")
+    legacy = directory / "chat_template.json"
+    if (
+        "chat_template" not in tokenizer
+        and not (directory / "chat_template.jinja").is_file()
+        and not (legacy.is_file() and "chat_template" in read_json(legacy))
+    ):
+        raise CheckpointError(f"{directory} has no chat template (chat_template.jinja or tokenizer_config.json)")
+    preprocessor = read_json(directory / "preprocessor_config.json")
+    for key in ("feature_size", "patch_size", "image_mean"):
+        if key not in preprocessor:
+            raise CheckpointError(f"preprocessor_config.json lacks {key}; take the checkpoint's own file")
+
+
+def _expected(config: OmniConfig) -> dict[str, Shape]:
+    """Tensors that show whether every part is there in the shape that config.json says: each stack's ends, embeddings and heads."""
+    thinker, talker = config.thinker.text, config.talker.text
+    predictor = config.talker.code_predictor
+    return {
+        "thinker.model.embed_tokens.weight": (thinker.vocab_size, thinker.hidden_size),
+        "thinker.lm_head.weight": (thinker.vocab_size, thinker.hidden_size),
+        "thinker.audio_tower.proj2.weight": (config.thinker.audio["output_dim"], config.thinker.audio["d_model"]),
+        "thinker.visual.pos_embed.weight": (
+            config.thinker.vision["num_position_embeddings"],
+            config.thinker.vision["hidden_size"],
+        ),
+        **_stack("thinker.model.", thinker),
+        "talker.model.codec_embedding.weight": (talker.vocab_size, talker.hidden_size),
+        "talker.codec_head.weight": (talker.vocab_size, talker.hidden_size),
+        "talker.text_projection.linear_fc2.weight": (talker.hidden_size, talker.intermediate_size),
+        "talker.hidden_projection.linear_fc2.weight": (talker.hidden_size, talker.intermediate_size),
+        **_stack("talker.model.", talker),
+        **_stack("talker.code_predictor.model.", predictor),
+        **{
+            f"talker.code_predictor.lm_head.{group}.weight": (predictor.vocab_size, predictor.hidden_size)
+            for group in range(config.talker.num_code_groups - 1)
+        },
+    }
+
+
+def _stack(prefix: str, config: DecoderConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {f"{prefix}norm.weight": (config.hidden_size,)}
+    for layer in range(config.num_layers):
+        shapes[f"{prefix}layers.{layer}.self_attn.q_proj.weight"] = (config.num_heads * config.head_dim, config.hidden_size)
+        shapes[f"{prefix}layers.{layer}.self_attn.k_proj.weight"] = (config.num_kv_heads * config.head_dim, config.hidden_size)
+        if config.num_experts:
+            expert = f"{prefix}layers.{layer}.mlp.experts.{config.num_experts - 1}.gate_proj.weight"
+            shapes[expert] = (config.moe_intermediate_size, config.hidden_size)
+        else:
+            shapes[f"{prefix}layers.{layer}.mlp.gate_proj.weight"] = (config.intermediate_size, config.hidden_size)
+    return shapes
