@@ -1,0 +1,132 @@
+"""Writes a random Qwen3-Omni checkpoint in the Hugging Face layout: `omni-bus fixture qwen3-omni DIR`.
+
+Each tensor has a generator of its own, seeded by (seed, name): the same size and seed give the same bytes, in whatever order or
+number of threads they are made. Shards are made and written one at a time, so memory stays at about twice a shard (7 GB).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+
+from omni_bus.errors import CheckpointError, ConfigError
+from omni_bus.names import did_you_mean
+from omni_bus.stages.qwen3_omni import fixture_config, tokenizer
+from omni_bus.stages.qwen3_omni.fixture_tensors import TensorSpec, tensor_specs
+
+SIZES = ("tiny", "full")
+SHARD_BYTES = 3 << 30
+FREE_MARGIN_BYTES = 256 << 20  # for tokenizer files and the file system
+INDEX_FILE = "model.safetensors.index.json"
+Progress = Callable[[float, str], None]  # (fraction 0..1, what is being done)
+
+
+def write(
+    directory: pathlib.Path,
+    size: str,
+    seed: int,
+    progress: Progress,
+    *,
+    spelling: Literal["hub", "transformers"] = "hub",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the checkpoint of `size` ("tiny": 8 MB, float32; "full": 71 GB, bfloat16) into `directory`, made if it is missing.
+
+    `spelling` is how config.json names rope and experts. Raises ConfigError for an unknown size, CheckpointError where the vocabulary
+    or the disk space is missing or the directory holds a checkpoint already.
+    """
+    if size not in SIZES:
+        raise ConfigError(f"unknown size {size!r}{did_you_mean(size, list(SIZES))}; sizes are {', '.join(SIZES)}")
+    vocabulary, merges = (
+        tokenizer.tiny_vocabulary() if size == "tiny" else tokenizer.full_vocabulary(tokenizer.find_rank_file())
+    )
+    token_id = _token_ids(tokenizer.build(vocabulary, merges))
+    if size == "full":
+        config = fixture_config.full(token_id)
+    else:
+        used = len(vocabulary) + len(tokenizer.SPECIALS)
+        config = fixture_config.tiny(token_id, vocab_size=-(-used // 64) * 64)
+    dtype: torch.dtype = getattr(torch, config["dtype"])
+    shards = list(_shards(tensor_specs(config), dtype.itemsize, shard_bytes))
+    total = sum(spec.count for shard in shards for spec in shard)
+    _prepare(directory, total * dtype.itemsize)
+
+    tokenizer.write(directory, vocabulary, merges)
+    _write_json(directory / "config.json", config if spelling == "hub" else fixture_config.respelled(config))
+    _write_json(directory / "generation_config.json", fixture_config.generation_config(config, token_id))
+    _write_json(directory / "preprocessor_config.json", fixture_config.preprocessor_config())
+
+    done = 0
+    weight_map: dict[str, str] = {}
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for index, shard in enumerate(shards, start=1):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+            progress(done / total, f"writing {name}")
+            tensors = dict(zip((s.name for s in shard), pool.map(lambda spec: make(spec, seed, dtype), shard), strict=True))
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+            done += sum(spec.count for spec in shard)
+            weight_map |= dict.fromkeys(tensors, name)
+            del tensors
+    if len(shards) > 1:
+        _write_json(directory / INDEX_FILE, {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": weight_map})
+    progress(1.0, f"wrote {total / 1e6:,.1f} M parameters to {directory}")
+
+
+def make(spec: TensorSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of (spec, seed), drawn in float32 whatever `dtype` is."""
+    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    values = torch.empty(spec.shape).normal_(spec.mean, spec.std, generator=generator)
+    if spec.zero_sum:
+        values -= values.mean(-1, keepdim=True)
+    for start, stop, gain in spec.row_gains:
+        values[start:stop] *= gain
+    return values.to(dtype)
+
+
+def _token_ids(built: Tokenizer) -> fixture_config.TokenId:
+    def token_id(token: str) -> int:
+        found: int | None = built.token_to_id(token)
+        assert found is not None, token
+        return found
+
+    return token_id
+
+
+def _shards(specs: Iterator[TensorSpec], itemsize: int, limit: int) -> Iterator[Sequence[TensorSpec]]:
+    shard: list[TensorSpec] = []
+    room = limit
+    for spec in specs:
+        if shard and spec.count * itemsize > room:
+            yield shard
+            shard, room = [], limit
+        shard.append(spec)
+        room -= spec.count * itemsize
+    yield shard
+
+
+def _prepare(directory: pathlib.Path, needed: int) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"{directory} is a file; name a directory")
+    if directory.is_dir() and any(directory.glob("*.safetensors*")):
+        raise CheckpointError(f"{directory} holds a checkpoint already; name an empty directory or remove it first")
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if free < needed + FREE_MARGIN_BYTES:
+        raise CheckpointError(
+            f"{directory} has {free / 1e9:.1f} GB free; the checkpoint needs {(needed + FREE_MARGIN_BYTES) / 1e9:.1f} GB"
+        )
+
+
+def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
