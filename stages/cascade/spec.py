@@ -9,6 +9,7 @@ import msgspec
 from omni_bus.payloads import AudioDelta, ChatInput, InputTranscript, TextDelta
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
+from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.cascade.packages import check_packages
 from omni_bus.stages.cascade.payloads import Clause, Prompt
 
@@ -22,8 +23,9 @@ class AsrOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     compute_type: str = "int8"  # CTranslate2's: int8 or float32
 
 
-class LlmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    system_prompt: str = "Answer in one or two short sentences."  # used where the conversation has no system message
+class LlmOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    max_length: int = 2048  # positions of a conversation and its answer
+    system_prompt: str = "You are a friendly assistant named Omni. Keep your answers short: one or two plain sentences."  # used where the conversation has no system message
 
 
 class TtsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

