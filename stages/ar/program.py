@@ -8,19 +8,23 @@ Talker waits for the Thinker's next token). A row with nothing to compute is sim
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from omni_bus.errors import ErrorInfo
+from omni_bus.errors import ErrorInfo, OmniBusError, StageFailed
 from omni_bus.stages.contract import Chunk, Consumed, Emission, Finished, Output, StageContext, StageError, StageRequest
 
 if TYPE_CHECKING:
     import msgspec
 
     from omni_bus.stages.ar.decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,7 +41,7 @@ class Inputs:
     deepstack: torch.Tensor | None = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Row:
     """One request in the engine. The program reads and writes `data`, appends inputs and emits; the engine does the rest."""
 
@@ -96,6 +100,24 @@ class Row:
         self.ended = True
 
 
+def fail_row(row: Row, error: Exception) -> None:
+    """Fail this row with `error`. What is not one of our own errors is logged with its traceback, and sent without its words."""
+    if not isinstance(error, OmniBusError):
+        logger.error("request %d failed in the model", row.request.id, exc_info=error)
+        error = StageFailed("the model failed on this request; the server's log says why")
+    if not row.ended:
+        row.fail(error.info())
+
+
+@contextlib.contextmanager
+def isolated(row: Row) -> Iterator[None]:
+    """What goes wrong inside fails this row and nothing else."""
+    try:
+        yield
+    except Exception as error:
+        fail_row(row, error)
+
+
 class Program(Protocol):
     """What a model family adds to the engine. One instance per stage replica."""
 
@@ -127,6 +149,8 @@ class Program(Protocol):
         """One token each was sampled (already in row.output_ids; row.finish_reason says whether it was the last).
 
         hidden: [rows, hidden], post-norm, of the position it was sampled from. Emit, then append the next input or finish.
+        Do what is batched first and touch each row inside `isolated(row)`: an exception that leaves this method makes the engine
+        call it again for each untouched row alone, with the row's generator as it was, and fails the rows already touched.
         """
 
     def release(self, row: Row) -> None:

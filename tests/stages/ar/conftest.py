@@ -71,3 +71,32 @@ def llama_decoder(tiny_llama):
     )
     tensors = {name: tensor for name, tensor in tiny_llama.model.state_dict().items() if name != "embed_tokens.weight"}
     return Decoder.from_tensors(config, tensors, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer():
+    """Byte-level BPE of 300 ids: all 256 bytes, a few merges across characters, special and ordinary added tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = [
+        ("h", "e"),
+        ("l", "l"),
+        ("he", "ll"),
+        ("hell", "o"),
+        ("Ġ", "hello"),
+        ("Ã", "©"),
+        ("ð", "Ł"),
+        ("ðŁ", "ĺ"),
+        ("a", "ð"),
+    ]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|pad|>", special=True)])
+    backend.add_tokens([AddedToken("tool call"), AddedToken("日本"), AddedToken("é")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -1,0 +1,25 @@
+"""[stages.NAME] keys of a stage that runs on this engine. Imports no torch: a family's spec.py names it, or a subtype."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class AROptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    block_size: int = 16  # positions in one KV block
+    kv_blocks: int = 0  # 0 = enough for max_batch rows of max_length, as far as kv_memory_mb allows
+    kv_memory_mb: int = 4096  # bound for kv_blocks = 0
+    max_prefill_tokens: int = 512  # prompt positions in one step, besides one position of every decoding row
+    max_length: int = 0  # positions of a row, prompt and output; 0 = what the model can
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("block_size", self.block_size >= 1, "at least 1"),
+            ("kv_blocks", self.kv_blocks >= 0, "at least 0"),
+            ("kv_memory_mb", self.kv_memory_mb >= 1, "at least 1"),
+            ("max_prefill_tokens", self.max_prefill_tokens >= 1, "at least 1"),
+            ("max_length", self.max_length == 0 or self.max_length >= 2, "0 or at least 2"),
+        )
+        for name, good, wanted in rules:
+            if not good:
+                raise ValueError(f"{name} must be {wanted}")

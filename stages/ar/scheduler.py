@@ -1,0 +1,90 @@
+"""Which rows compute what in the next step.
+
+A row waits until its worst case fits into the free KV blocks, which are then its own until it is gone: an admitted row always
+runs to its end, so that rows can never block each other half way. Rows that are not ready are simply passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from omni_bus.stages.ar.blocks import BlockManager
+from omni_bus.stages.ar.program import Row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The next `count` uncomputed positions of a row."""
+
+    row: Row
+    count: int
+
+
+def computable(row: Row) -> int:
+    """Positions that can be computed now. The last one of an open prompt is kept back: what is sampled from it needs the prompt
+    to be closed."""
+    if row.paused or row.ended:
+        return 0
+    return max(0, row.length - row.computed - (0 if row.prompt_closed else 1))
+
+
+class Scheduler:
+    """Two tables in order of arrival: `waiting` rows hold no blocks, `running` rows hold all they can ever need."""
+
+    def __init__(self, blocks: BlockManager, *, max_batch: int, max_prefill_tokens: int, max_length: int) -> None:
+        assert blocks.needed(max_length) <= blocks.total
+        self.blocks = blocks
+        self.max_batch = max_batch
+        self.max_prefill_tokens = max_prefill_tokens
+        self.max_length = max_length
+        self.waiting: dict[int, Row] = {}
+        self.running: dict[int, Row] = {}
+
+    def add(self, row: Row) -> None:
+        assert not row.blocks
+        self.waiting[row.request.id] = row
+
+    def remove(self, row: Row) -> None:
+        """The row is gone; its blocks are free at once."""
+        self.waiting.pop(row.request.id, None)
+        self.running.pop(row.request.id, None)
+        self.blocks.free(row.blocks)
+
+    def has_work(self) -> bool:
+        """Whether `schedule` would find something."""
+        if any(computable(row) for row in self.running.values()):
+            return True
+        first = self._next_waiting()
+        return first is not None and self._can_admit(first)
+
+    def schedule(self) -> list[Piece]:
+        """Every decoding row, then prompts in pieces up to `max_prefill_tokens` together, oldest row first."""
+        while (row := self._next_waiting()) is not None and self._can_admit(row):
+            self._admit(row)
+        counts = [(row, computable(row)) for row in self.running.values()]
+        pieces = [Piece(row, 1) for row, count in counts if count and row.output_ids]
+        budget = self.max_prefill_tokens
+        for row, count in counts:
+            if count and not row.output_ids and budget:
+                pieces.append(Piece(row, min(count, budget)))
+                budget -= pieces[-1].count
+        return pieces
+
+    def positions_needed(self, row: Row) -> int:
+        """The most positions the row can come to; the last token of its output is never computed."""
+        max_tokens = row.request.sampling.max_tokens
+        if not row.prompt_closed or max_tokens is None:
+            return self.max_length
+        return min(self.max_length, row.length + max_tokens - 1)
+
+    def _next_waiting(self) -> Row | None:
+        return next((row for row in self.waiting.values() if computable(row)), None)
+
+    def _can_admit(self, row: Row) -> bool:
+        needed = self.blocks.needed(self.positions_needed(row))
+        return len(self.running) < self.max_batch and self.blocks.can_allocate(needed)
+
+    def _admit(self, row: Row) -> None:
+        del self.waiting[row.request.id]
+        self.running[row.request.id] = row
+        row.blocks = self.blocks.allocate(self.blocks.needed(self.positions_needed(row)))

@@ -1,0 +1,156 @@
+"""ARStage: the stage contract over an engine and a program. Every model that makes one token after another is hosted by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, StageFailed
+from omni_bus.stages.ar.attention import PagedAttention
+from omni_bus.stages.ar.blocks import BlockManager
+from omni_bus.stages.ar.engine import Engine
+from omni_bus.stages.ar.kv_cache import KVCache
+from omni_bus.stages.ar.options import AROptions
+from omni_bus.stages.ar.program import Program, Row
+from omni_bus.stages.ar.sampler import Sampler, is_greedy
+from omni_bus.stages.ar.scheduler import Scheduler
+from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest, StageStats
+
+logger = logging.getLogger(__name__)
+
+
+class ARStage:
+    """`options` is the type that the family's StageSpec declares for this stage."""
+
+    def __init__(self, program: Program, options: type[AROptions] = AROptions) -> None:
+        self.program = program
+        self._options = options
+        self._rows: dict[int, Row] = {}
+        self._batch = 0
+        self._device = torch.device("cpu")
+        self._scheduler: Scheduler | None = None
+        self._engine: Engine | None = None
+
+    def load(self, ctx: StageContext) -> None:
+        self.program.load(ctx)
+        options = ctx.options(self._options)
+        decoder = self.program.decoder
+        parameter = next(decoder.parameters())
+        self._device = parameter.device
+        max_length = min(self.program.max_length, options.max_length or self.program.max_length)
+        total = options.kv_blocks
+        if not total:
+            wanted = ctx.config.max_batch * -(-max_length // options.block_size)
+            one = KVCache.block_bytes(decoder.config, options.block_size, parameter.dtype)
+            total = min(wanted, options.kv_memory_mb * 2**20 // one)
+        max_length = min(max_length, total * options.block_size)
+        if max_length < 2:
+            raise ConfigError(f"stage {ctx.stage}: kv_memory_mb = {options.kv_memory_mb} holds no KV block; give it more")
+        blocks = BlockManager(total, options.block_size)
+        cache = KVCache(
+            decoder.config, blocks=total, block_size=options.block_size, dtype=parameter.dtype, device=parameter.device
+        )
+        self._scheduler = Scheduler(
+            blocks, max_batch=ctx.config.max_batch, max_prefill_tokens=options.max_prefill_tokens, max_length=max_length
+        )
+        sampler = Sampler(self.program.eos_ids, self.program.suppressed_ids)
+        self._engine = Engine(self.program, PagedAttention(decoder.config, cache), sampler, max_length=max_length)
+        ctx.progress(1.0, f"{total} KV blocks of {options.block_size} positions")
+
+    def open(self, request: StageRequest) -> None:
+        assert request.id not in self._rows
+        row = Row(request, self._generator(request))
+        self.program.start(row)
+        self._rows[request.id] = row
+        self._loaded[0].add(row)
+
+    def feed(self, request_id: int, chunk: Chunk) -> None:
+        row = self._rows.get(request_id)
+        if row is None or row.ended:
+            return  # it ended before its last input came, at a stop string for instance
+        try:
+            self.program.feed(row, chunk)
+            self._check(row)
+        except OmniBusError:
+            self._release(row)
+            raise
+        except Exception as error:
+            self._release(row)
+            logger.exception("request %d failed on its input", request_id)
+            raise StageFailed("the model failed on this request's input; the server's log says why") from error
+
+    def cancel(self, request_id: int) -> None:
+        row = self._rows.get(request_id)
+        if row is not None:
+            row.ended = True
+            self._release(row)
+
+    def pause(self, request_id: int) -> None:
+        row = self._rows.get(request_id)
+        if row is not None:
+            row.paused = True
+
+    def resume(self, request_id: int) -> None:
+        row = self._rows.get(request_id)
+        if row is not None:
+            row.paused = False
+
+    def has_work(self) -> bool:
+        return self._loaded[0].has_work() or any(row.outbox for row in self._rows.values())
+
+    def step(self) -> Iterable[Emission]:
+        scheduler, engine = self._loaded
+        pieces = scheduler.schedule()
+        self._batch = len(pieces)
+        if pieces:
+            engine.run(pieces)
+        emissions: list[Emission] = []
+        for row in [row for row in self._rows.values() if row.outbox or row.ended]:
+            emissions += row.outbox
+            row.outbox.clear()
+            if row.ended:
+                self._release(row)
+        return emissions
+
+    def stats(self) -> StageStats:
+        scheduler, _ = self._loaded
+        return StageStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            batch=self._batch,
+            kv_blocks_used=scheduler.blocks.used,
+            kv_blocks_total=scheduler.blocks.total,
+        )
+
+    @property
+    def _loaded(self) -> tuple[Scheduler, Engine]:
+        assert self._scheduler is not None and self._engine is not None, "load comes first"
+        return self._scheduler, self._engine
+
+    def _generator(self, request: StageRequest) -> torch.Generator | None:
+        if is_greedy(request.sampling):
+            return None
+        generator = torch.Generator(self._device)
+        seed = request.options.seed if request.sampling.seed is None else request.sampling.seed
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        return generator
+
+    def _check(self, row: Row) -> None:
+        """Refuse a prompt that is empty, or leaves no room for one token of output."""
+        limit = self._loaded[1].max_length
+        if row.prompt_closed and not row.length and not row.ended:
+            raise ModelRefused("the prompt is empty")
+        if not row.output_ids and row.length >= limit:
+            raise ModelRefused(f"the prompt has {row.length} positions; prompt and output together may have {limit}")
+
+    def _release(self, row: Row) -> None:
+        scheduler, engine = self._loaded
+        scheduler.remove(row)
+        engine.sampler.release(row)
+        del self._rows[row.request.id]
+        self.program.release(row)
