@@ -1,0 +1,104 @@
+"""One child process of the supervisor: started in a session of its own, its output in a log, its end told by the kernel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+from omni_bus.process import die_with_parent
+
+BACKOFF_LIMIT_S = 30.0
+STEADY_S = 30.0  # a process that lived this long starts over with the first delay
+
+
+class Child:
+    """A role that is to be kept filled (broker, worker, api) and the process that fills it now.
+
+    Must be used from the main thread: children ask the kernel to die with their parent *thread*.
+    """
+
+    def __init__(self, name: str, log: pathlib.Path, on_exit: Callable[[Child, int], None]) -> None:
+        self.name = name
+        self.log = log
+        self.incarnation = 0
+        self.ready = False
+        self.expected = False  # its end was asked for
+        self.early_deaths = 0  # in a row, without having become ready
+        self.pid = 0
+        self._on_exit = on_exit
+        self._deaths = 0
+        self._born = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._gone = asyncio.Event()
+        self._gone.set()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None
+
+    def start(self, command: Sequence[str]) -> None:
+        assert not self.alive
+        self.incarnation += 1
+        self.ready = self.expected = False
+        self._gone.clear()
+        self._born = time.monotonic()
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                # From its first instruction on: a process that still imports torch has not yet come to ask for it itself.
+                preexec_fn=die_with_parent,
+            )
+        self.pid = self._process.pid
+        descriptor = os.pidfd_open(self.pid)
+        asyncio.get_running_loop().add_reader(descriptor, self._reap, self._process, descriptor)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing for a process that has ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    async def gone(self) -> None:
+        """Returns once no process fills the role."""
+        await self._gone.wait()
+
+    def backoff(self, first_s: float) -> float:
+        """Seconds until the next start, after an end that nobody asked for."""
+        return float(min(BACKOFF_LIMIT_S, first_s * 2 ** max(0, self._deaths - 1)))
+
+    def last_lines(self, count: int) -> list[str]:
+        """Of what it wrote, without empty ones."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 65536))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line.rstrip() for line in lines if line.strip()][-count:]
+
+    def _reap(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+        code = process.wait()
+        self._process = None
+        if not self.expected:
+            self.early_deaths = 0 if self.ready else self.early_deaths + 1
+            self._deaths = 1 if time.monotonic() - self._born > STEADY_S else self._deaths + 1
+        self._gone.set()
+        self._on_exit(self, code)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,95 @@
+"""Check a deployment and print what would run where, without starting it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from omni_bus.commands import deployment_arguments
+from omni_bus.deployment import Deployment
+from omni_bus.devices import CudaDevice, cuda_devices
+from omni_bus.events import CLIENT
+from omni_bus.memory import capacity, stage_weights
+from omni_bus.spec import PipelineSpec, load_pipeline
+
+NAME = "check"
+EPILOG = deployment_arguments.EPILOG
+GIB = 1 << 30
+
+arguments = deployment_arguments.add
+
+
+def run(arguments: argparse.Namespace) -> int:
+    deployment = deployment_arguments.load(arguments)
+    pipeline = load_pipeline(deployment.model.pipeline)
+    weights = stage_weights(deployment)
+    print("\n".join(plan(deployment, pipeline, weights)))
+    misfits = list(too_large(deployment, weights))
+    for line in misfits:
+        print(f"omni-bus: {line}", file=sys.stderr)
+    return 2 if misfits else 0
+
+
+def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]) -> Iterator[str]:
+    """Lines for people."""
+    api = deployment.api
+    keys = "keys asked for" if api.api_keys_file else "open, loopback only"
+    yield f"model     {deployment.model_name}  (pipeline {pipeline.name}, {deployment.model.path or 'brings its own models'})"
+    yield f"api       http://{api.host}:{api.port}, {api.processes} process{'es' if api.processes > 1 else ''}, {keys}"
+    yield from (
+        f"gpu       cuda:{index}  {device.name}, {device.memory / GIB:.1f} GiB" for index, device in _named_gpus(deployment)
+    )
+    yield ""
+    rows = [("stage", "worker", "device", "dtype", "threads", "batch", "weights")]
+    for worker, stages in deployment.workers().items():
+        index = int(worker.rpartition(".")[2])
+        for name in stages:
+            stage = deployment.stages[name]
+            size = f"{weights[name] / GIB:.2f} GiB" if name in weights else "-"
+            device = stage.devices[index % len(stage.devices)]
+            rows.append((name, worker, device, stage.dtype, str(stage.threads), str(stage.max_batch), size))
+    yield from table(rows)
+    yield ""
+    edges = [("edge", "connector", "credits")]
+    for edge in pipeline.edges:
+        config = deployment.edges[edge.name]
+        edges.append((edge.name, _connector(deployment, edge.source, edge.target, config.connector), str(config.credits)))
+    yield from table(edges)
+
+
+def too_large(deployment: Deployment, weights: dict[str, int]) -> Iterator[str]:
+    """What will not fit: weights alone against each device's memory."""
+    needed: dict[str, int] = {}
+    for name, size in weights.items():
+        stage = deployment.stages[name]
+        for replica in range(stage.replicas):
+            device = stage.devices[replica % len(stage.devices)]
+            needed[device] = needed.get(device, 0) + size
+    for device, size in needed.items():
+        if size > capacity(device):
+            yield (
+                f"will not fit: the weights on {device} take {size / GIB:.1f} GiB of its {capacity(device) / GIB:.1f} GiB; "
+                "spread the stages over more devices, or take a smaller dtype"
+            )
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _connector(deployment: Deployment, source: str, target: str, said: str) -> str:
+    if said != "auto":
+        return said
+    if CLIENT in (source, target):
+        return "inline"
+    processes = {deployment.stages[end].process or end for end in (source, target)}
+    return "local" if len(processes) == 1 else "inline up to 64 KiB, else shm"
+
+
+def _named_gpus(deployment: Deployment) -> list[tuple[int, CudaDevice]]:
+    used = {device for stage in deployment.stages.values() for device in stage.devices if device.startswith("cuda:")}
+    return [(index, device) for index, device in enumerate(cuda_devices() if used else ()) if f"cuda:{index}" in used]

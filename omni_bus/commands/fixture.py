@@ -1,0 +1,46 @@
+"""Write a random checkpoint in the layout of a model family, to run its pipeline without a hub."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from omni_bus.errors import ConfigError
+
+NAME = "fixture"
+EPILOG = "The weights are random: such a model babbles. It shows that everything runs, and how fast."
+FAMILIES = ("qwen3-omni",)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("family", choices=FAMILIES, help="the model family")
+    parser.add_argument("directory", metavar="DIR", type=pathlib.Path, help="where to write; new or empty")
+    parser.add_argument("--size", choices=("tiny", "full"), default="tiny", help="tiny: for a CPU; full: 70 GB (default: tiny)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory: pathlib.Path = arguments.directory
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory}: is a file; name a directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ConfigError(f"{directory}: is not empty; name a new directory")
+    # torch comes in here, and only for this command.
+    from omni_bus.stages.qwen3_omni.fixture import write
+
+    shows = sys.stderr.isatty()
+
+    def progress(fraction: float, detail: str) -> None:
+        if shows:
+            print(f"\r\x1b[K{fraction:4.0%}  {detail}", end="", file=sys.stderr, flush=True)
+
+    try:
+        write(directory, size=arguments.size, seed=arguments.seed, progress=progress)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or directory}: cannot be written: {error.strerror}") from None
+    finally:
+        if shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    print(f"omni-bus: wrote {directory}; serve it with: omni-bus up configs/qwen3_omni_tiny.toml --set model.path={directory}")
+    return 0

@@ -1,0 +1,50 @@
+"""Making, sweeping and clearing away run directories. A server holds a lock on its own, so that a dead server's is known as such."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+
+from omni_bus.deployment import RunDir
+
+_LOCK = "lock"
+
+
+def create_run_dir() -> RunDir:
+    """A run directory that is locked until this process ends."""
+    run_dir = RunDir.create()
+    descriptor = os.open(run_dir.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return run_dir
+
+
+def sweep_run_dirs(beside: RunDir) -> list[pathlib.Path]:
+    """Remove those of servers that were killed; returns their paths. Logs that a failed server left on purpose are no longer locked files
+    and stay."""
+    swept = []
+    for lock in beside.path.parent.glob(f"omni-bus-*/{_LOCK}"):
+        if lock.parent != beside.path and _is_free(lock):
+            shutil.rmtree(lock.parent, ignore_errors=True)
+            swept.append(lock.parent)
+    return swept
+
+
+def clear_run_dir(run_dir: RunDir, *, keep_logs: bool) -> None:
+    """Remove the directory, or all but its logs."""
+    if not keep_logs:
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        return
+    for entry in run_dir.path.iterdir():
+        if entry.suffix != ".log":
+            entry.unlink()
+
+
+def _is_free(lock: pathlib.Path) -> bool:
+    # Another user's directory, or one that went away meanwhile, is not ours to judge.
+    with contextlib.suppress(OSError), lock.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

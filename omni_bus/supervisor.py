@@ -1,0 +1,297 @@
+"""`omni-bus up`: starts broker, workers and API, shows their progress, starts again what dies, stops all in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from omni_bus.broker_link import BrokerLink
+from omni_bus.child import Child, how_it_ended
+from omni_bus.deployment import Deployment
+from omni_bus.errors import ConfigError
+from omni_bus.events import Exited, Status, StopServing
+from omni_bus.progress import Progress
+from omni_bus.run_dirs import clear_run_dir, create_run_dir, sweep_run_dirs
+from omni_bus.segments import sweep
+
+EARLY_DEATHS = 3  # of one process, before the server was ever ready: then it never will be
+LAST_LINES = 15
+# The whole of a stop takes less than 5 s: what is asked nicely has until the first mark, what is told has until the second.
+SERVE_OUT_S = 1.5
+ASKED_S = 2.5
+TOLD_S = 3.5
+BROKER_S = 0.7
+USER_ERROR = 2
+
+
+class Supervisor:
+    """One running server. `run` returns the exit code."""
+
+    def __init__(self, deployment: Deployment, *, verbose: bool = False) -> None:
+        self._deployment = deployment
+        self._verbose = verbose
+        self._progress = Progress(tuple(deployment.stages), sys.stderr)
+        self._run_dir = create_run_dir()
+        self._broker = self._child("broker")
+        self._workers = [self._child(name) for name in deployment.workers()]
+        self._apis = [self._child(f"api.{index}") for index in range(deployment.api.processes)]
+        self._link: BrokerLink | None = None
+        self._listening = False
+        self._stages_ready = False
+        self._announced = False
+        self._stopping = False
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # child → its next start
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: asyncio.Future[int]
+        self._hurry = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        host = self._deployment.api.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._deployment.api.port}"
+
+    async def run(self) -> int:
+        """Serve until a signal, or until a process cannot be started."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal, number)
+        self._note_all("swept", [*sweep(), *(str(path) for path in sweep_run_dirs(self._run_dir))])
+        self._run_dir.write(self._deployment)
+        self._start_all()
+        code = await self._ended
+        await self._stop()
+        self._note_all("swept", sweep(tag=self._run_dir.tag))
+        clear_run_dir(self._run_dir, keep_logs=code != 0)
+        if code != 0:
+            self._progress.say(f"omni-bus: the logs are in {self._run_dir.path}")
+        return code
+
+    def _child(self, name: str) -> Child:
+        return Child(name, self._run_dir.log(name), self._on_exit)
+
+    def _start_all(self) -> None:
+        self._listening = self._stages_ready = False
+        for child in self._children():
+            self._start(child)
+        self._link = BrokerLink(self._run_dir.broker, self._on_status)
+        self._spawn(self._await_api())
+
+    def _start(self, child: Child) -> None:
+        if child.alive or self._stopping:
+            return
+        run_dir = str(self._run_dir.path)
+        if child is self._broker:
+            arguments = ["omni_bus.broker_main", run_dir]
+        elif child in self._workers:
+            arguments = ["omni_bus.workers", run_dir, child.name, str(child.incarnation)]
+        else:
+            arguments = ["omni_bus.api", run_dir, child.name.removeprefix("api.")]
+        child.start([sys.executable, "-m", *arguments])
+        self._note(f"{child.name} started, pid {child.pid}")
+
+    def _children(self) -> Iterable[Child]:
+        return [self._broker, *self._workers, *self._apis]
+
+    # ---- becoming ready
+
+    async def _await_api(self) -> None:
+        """Returns once the API listens. Only a start waits so: the kernel has no event for another process's listening."""
+        api = self._deployment.api
+        while not self._listening:
+            try:
+                _, writer = await asyncio.open_connection(api.host, api.port)
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            self._listening = True
+        self._announce()
+
+    def _on_status(self, status: Status) -> None:
+        self._progress.show(status)
+        for child in self._workers:
+            states = [replica.state for replica in status.replicas if replica.worker == child.name and replica.pid == child.pid]
+            if states and all(state == "ready" for state in states) and not child.ready:
+                child.ready = True
+                if child.incarnation > 1:
+                    self._progress.say(f"omni-bus: {child.name} is ready again")
+        self._stages_ready = status.ready
+        self._announce()
+
+    def _announce(self) -> None:
+        if not (self._stages_ready and self._listening and not self._stopping):
+            return
+        self._broker.ready = True
+        for api in self._apis:
+            api.ready = api.alive
+        if not self._announced:
+            self._announced = True
+            self._progress.close()
+            print(f"omni-bus: ready on {self.url}", flush=True)
+
+    # ---- what dies
+
+    def _on_exit(self, child: Child, code: int) -> None:
+        sweep(tag=self._run_dir.tag, pid=child.pid)
+        self._note(f"{child.name} ended: {how_it_ended(code)}")
+        if self._stopping or child.expected:
+            return
+        if child in self._workers and self._link is not None:
+            self._link.send(Exited(child.name))
+        if not self._announced and (code == USER_ERROR or child.early_deaths >= EARLY_DEATHS):
+            self._give_up(child, code)
+            return
+        delay = child.backoff(self._deployment.bus.restart_backoff_s)
+        self._progress.say(f"omni-bus: {child.name} ended ({how_it_ended(code)}); starting it again in {delay:g} s")
+        if child is self._broker:
+            self._spawn(self._restart_all(delay))
+        else:
+            self._later(delay, child)
+
+    def _give_up(self, child: Child, code: int) -> None:
+        self._progress.close()
+        if code == USER_ERROR:
+            self._progress.say("\n".join(child.last_lines(1)) or f"omni-bus: {child.name} refused the configuration")
+            self._end(USER_ERROR)
+            return
+        for line in child.last_lines(LAST_LINES):
+            self._progress.say(f"  {child.name} | {line}")
+        times = f"{child.early_deaths} times before it was ready"
+        self._progress.say(f"omni-bus: {child.name} ended {times} ({how_it_ended(code)}); its last lines are above")
+        self._end(1)
+
+    async def _restart_all(self, delay: float) -> None:
+        """Nothing survives the broker: what the others hold belongs to requests that only it knew."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        others = [*self._apis, *self._workers]
+        for child in others:
+            child.expected = True
+            child.send_signal(signal.SIGTERM)
+        await self._gone(others, TOLD_S)
+        for child in others:
+            child.send_signal(signal.SIGKILL)
+        await self._gone(others, BROKER_S)
+        await asyncio.sleep(delay)
+        if not self._stopping:
+            self._start_all()
+
+    def _later(self, delay: float, child: Child) -> None:
+        self._timers[child.name] = asyncio.get_running_loop().call_later(delay, self._start, child)
+
+    # ---- stopping
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._note(f"{number.name}")
+        if self._stopping:
+            self._hurry.set()
+        self._end(0)
+
+    def _end(self, code: int) -> None:
+        self._stopping = True
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    async def _stop(self) -> None:
+        """API first, so that nothing new comes; then the running requests, the workers, and the broker last."""
+        self._progress.close()
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        others = [*self._apis, *self._workers]
+        for child in self._apis:
+            child.send_signal(signal.SIGTERM)
+        if self._link is not None and self._broker.alive:
+            self._link.send(StopServing(SERVE_OUT_S))
+        for child in self._workers:
+            # One that still loads does not read its socket, and one without a broker will not be told.
+            if not (child.ready and self._broker.alive):
+                child.send_signal(signal.SIGTERM)
+        await self._gone(others, ASKED_S)
+        for child in others:
+            child.send_signal(signal.SIGTERM)
+        await self._gone(others, TOLD_S - ASKED_S)
+        for child in others:
+            child.send_signal(signal.SIGKILL)
+        self._broker.send_signal(signal.SIGTERM)
+        await self._gone([self._broker, *others], BROKER_S)
+        self._broker.send_signal(signal.SIGKILL)
+        await asyncio.gather(*(child.gone() for child in self._children()))
+        if self._link is not None:
+            self._link.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _gone(self, children: Iterable[Child], seconds: float) -> None:
+        """Wait until they have ended, the time is over, or the user is in a hurry."""
+        waiting = {asyncio.ensure_future(child.gone()) for child in children if child.alive}
+        if not waiting:
+            return
+        everyone = asyncio.ensure_future(asyncio.wait(waiting))
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        both: set[asyncio.Future[Any]] = {everyone, hurry}
+        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for future in (everyone, hurry, *waiting):
+            future.cancel()
+
+    # ---- small things
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._progress.say(f"omni-bus: internal error: {error!r}")
+            self._end(1)
+
+    def _note_all(self, what: str, names: Iterable[str]) -> None:
+        for name in names:
+            self._note(f"{what} {name}")
+
+    def _note(self, text: str) -> None:
+        if self._verbose:
+            self._progress.say(f"omni-bus: {text}")
+
+
+def check_port(deployment: Deployment) -> None:
+    """Raises ConfigError where the API could not listen."""
+    host, port = deployment.api.host, deployment.api.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror:
+        raise ConfigError(f'api.host: "{host}" is no address of this machine; choose another with --host') from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except PermissionError:
+            raise ConfigError(f"api.port: {port} may not be used by this user; choose one above 1023 with --port") from None
+        except OSError as error:
+            raise ConfigError(
+                f"api.port: cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+            ) from None
+
+
+def serve(deployment: Deployment, *, verbose: bool = False) -> int:
+    """Run a server in this process's main thread until it is told to stop; returns the exit code."""
+
+    async def main() -> int:
+        return await Supervisor(deployment, verbose=verbose).run()
+
+    check_port(deployment)
+    return asyncio.run(main())
