@@ -1,28 +1,23 @@
-"""Whether a checkpoint directory can be served, told before any process starts: config, tensors' headers, tokenizer files.
-
-Reads JSON only: a safetensors file begins with eight bytes, the length of the JSON header that follows and names every tensor.
-"""
+"""Whether a checkpoint directory can be served, told before any process starts: config, tensors' headers, tokenizer files."""
 
 from __future__ import annotations
 
-import json
 import pathlib
-import struct
-from typing import Any
 
 from omni_bus.errors import CheckpointError
-from omni_bus.stages.qwen3_omni.config import DecoderConfig, OmniConfig, model_directory, parse_config, read_json
+from omni_bus.stages.qwen3_omni.checkpoint_files import CheckpointFiles, resolve
+from omni_bus.stages.qwen3_omni.config import OmniConfig, StackConfig, parse_config, read_json
 
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 Shape = tuple[int, ...]
 
 
 def check_checkpoint(model_path: str) -> None:
     """CheckpointError says what is missing or malformed, and what to do."""
-    directory = model_directory(model_path)
+    directory = resolve(model_path)
     config = parse_config(read_json(directory / "config.json"))
     _check_tokenizer(directory)
-    shapes = read_shapes(directory)
+    files = CheckpointFiles(directory)
+    shapes = {entry.name: entry.shape for entry in files.entries()}
     for name, shape in _expected(config).items():
         if name not in shapes:
             raise CheckpointError(f"the checkpoint lacks tensor {name!r} that its config.json calls for; fetch all its shards")
@@ -31,46 +26,6 @@ def check_checkpoint(model_path: str) -> None:
                 f"tensor {name!r} is {list(shapes[name])}, but config.json calls for {list(shape)}; "
                 "config.json and the tensors are not of the same model"
             )
-
-
-def read_shapes(directory: pathlib.Path) -> dict[str, Shape]:
-    """Every tensor's shape, from the headers of model.safetensors or of the shards that the index names."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return _header(directory / "model.safetensors", "model.safetensors (or model.safetensors.index.json and its shards)")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index} has no valid weight_map; fetch it again")
-    shapes: dict[str, Shape] = {}
-    for file in sorted(set(weight_map.values())):
-        if pathlib.PurePath(file).name != file:
-            raise CheckpointError(f"{index.name} names {file!r}, which is not a file name; fetch it again")
-        shapes.update(_header(directory / file, file))
-    return shapes
-
-
-def _header(path: pathlib.Path, name: str) -> dict[str, Shape]:
-    if not path.is_file():
-        raise CheckpointError(f"{name} is missing in {path.parent}; fetch the whole checkpoint")
-    broken = CheckpointError(f"{path} is damaged or cut short; fetch it again")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            raise broken
-        (length,) = struct.unpack("<Q", start)
-        if length > min(MAX_HEADER, size - 8):
-            raise broken
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-            entries = {key: value for key, value in header.items() if key != "__metadata__"}
-            end = max((value["data_offsets"][1] for value in entries.values()), default=0)
-            shapes = {key: tuple(value["shape"]) for key, value in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise broken from error
-    if 8 + length + end > size:
-        raise broken
-    return shapes
 
 
 def _check_tokenizer(directory: pathlib.Path) -> None:
@@ -120,7 +75,7 @@ def _expected(config: OmniConfig) -> dict[str, Shape]:
     }
 
 
-def _stack(prefix: str, config: DecoderConfig) -> dict[str, Shape]:
+def _stack(prefix: str, config: StackConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {f"{prefix}norm.weight": (config.hidden_size,)}
     for layer in range(config.num_layers):
         shapes[f"{prefix}layers.{layer}.self_attn.q_proj.weight"] = (config.num_heads * config.head_dim, config.hidden_size)

@@ -12,6 +12,7 @@ import pathlib
 from typing import Any, TypeVar
 
 from omni_bus.errors import CheckpointError
+from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
 
 MODEL_TYPE = "qwen3_omni_moe"
 DEFAULT_VOICE = "ethan"  # transformers' default speaker, where the checkpoint has it
@@ -70,7 +71,7 @@ class Section:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
+class StackConfig:
     """A stack of decoder layers. `num_experts` 0 = a dense MLP of `intermediate_size`; `mrope_section` () = one position axis."""
 
     vocab_size: int
@@ -123,7 +124,7 @@ class SpecialIds:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkerConfig:
-    text: DecoderConfig
+    text: StackConfig
     audio: dict[str, Any]  # as transformers' Qwen3OmniMoeAudioEncoderConfig takes it
     vision: dict[str, Any]
     media: MediaIds
@@ -132,8 +133,8 @@ class ThinkerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TalkerConfig:
-    text: DecoderConfig
-    code_predictor: DecoderConfig
+    text: StackConfig
+    code_predictor: StackConfig
     media: MediaIds
     thinker_hidden_size: int
     accept_hidden_layer: int
@@ -198,27 +199,6 @@ VISION_FIELDS = (
 )
 
 
-def model_directory(model_path: str) -> pathlib.Path:
-    """The checkpoint's directory: `model_path` itself, or the snapshot of that hub id that is in the local cache."""
-    path = pathlib.Path(model_path).expanduser()
-    if path.is_dir():
-        return path
-    if not model_path:
-        raise CheckpointError("model.path is empty; give a checkpoint directory: --set model.path=DIR")
-    if path.is_absolute() or model_path.count("/") != 1 or model_path.startswith("."):
-        raise CheckpointError(f"model.path {model_path!r} is not a directory")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return pathlib.Path(snapshot_download(model_path, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError) as error:
-        raise CheckpointError(
-            f"model.path {model_path!r} is neither a directory nor a model in the Hugging Face cache; "
-            f"fetch it first: hf download {model_path}"
-        ) from error
-
-
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object from a checkpoint file."""
     try:
@@ -234,7 +214,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def read_config(model_path: str) -> OmniConfig:
     """config.json of a checkpoint directory or cached hub id."""
-    return parse_config(read_json(model_directory(model_path) / "config.json"))
+    return parse_config(read_json(resolve(model_path) / "config.json"))
 
 
 def parse_config(fields: dict[str, Any]) -> OmniConfig:
@@ -258,7 +238,7 @@ def parse_config(fields: dict[str, Any]) -> OmniConfig:
     return config
 
 
-def _decoder(section: Section, *, experts: bool) -> DecoderConfig:
+def _decoder(section: Section, *, experts: bool) -> StackConfig:
     theta, mrope = _rope(section)
     if section.get_or(False, "attention_bias"):
         raise CheckpointError(f"config.json: {section.path}attention_bias is true, which no Qwen3-Omni model has")
@@ -277,7 +257,7 @@ def _decoder(section: Section, *, experts: bool) -> DecoderConfig:
         }
     if section.get(str, "hidden_act") != "silu":
         raise CheckpointError(f"config.json: {section.path}hidden_act must be 'silu'")
-    return DecoderConfig(
+    return StackConfig(
         vocab_size=section.get(int, "vocab_size"),
         hidden_size=section.get(int, "hidden_size"),
         intermediate_size=section.get(int, "intermediate_size"),

@@ -25,7 +25,8 @@ from omni_bus.stages.contract import (
     StageStats,
 )
 from omni_bus.stages.media import decode_image, decode_video
-from omni_bus.stages.qwen3_omni.config import OmniConfig, Section, model_directory, read_config, read_json
+from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
+from omni_bus.stages.qwen3_omni.config import OmniConfig, Section, read_config, read_json
 from omni_bus.stages.qwen3_omni.payloads import Grid, Media, ModelInputs, TalkerPrompt
 from omni_bus.stages.qwen3_omni.prompt import PromptEncoder, expand
 from omni_bus.stages.qwen3_omni.rope_index import audio_tokens, grid_tokens
@@ -65,7 +66,7 @@ class ProcessorStage:
         self._ready: deque[int] = deque()
 
     def load(self, ctx: StageContext) -> None:
-        directory = model_directory(ctx.model_path)
+        directory = resolve(ctx.model_path)
         ctx.progress(0.0, "tokenizer")
         config = read_config(ctx.model_path)
         video = directory / "video_preprocessor_config.json"

@@ -28,7 +28,7 @@ class PromptEncoder:
     def __init__(self, directory: pathlib.Path, config: OmniConfig) -> None:
         """Reads tokenizer and template; CheckpointError where they are missing or end a prompt in another way than the Talker needs."""
         self.config = config
-        self._tokenizer = _load_tokenizer(directory)
+        self._tokenizer = load_tokenizer(directory)
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         control = {token["content"]: int(token["id"]) for token in state["added_tokens"]}
         self._control = control
@@ -103,7 +103,8 @@ def _mark(part: TextPart, texts: list[str]) -> str:
     return f"{OPEN}{len(texts) - 1}{CLOSE}"
 
 
-def _load_tokenizer(directory: pathlib.Path) -> Any:
+def load_tokenizer(directory: pathlib.Path) -> Any:
+    """transformers' tokenizer of the checkpoint, with its chat template; CheckpointError where either is missing."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -9,6 +9,7 @@ import msgspec
 from omni_bus.payloads import AudioDelta, ChatInput, TextDelta
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
+from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames, ModelInputs, TalkerPrompt, ThinkerTokens
 
 if TYPE_CHECKING:
@@ -35,14 +36,14 @@ def _processor() -> Stage:
 
 
 def _thinker() -> Stage:
-    from omni_bus.stages.ar.engine import ARStage
+    from omni_bus.stages.ar.stage import ARStage
     from omni_bus.stages.qwen3_omni.thinker import ThinkerProgram
 
     return ARStage(ThinkerProgram())
 
 
 def _talker() -> Stage:
-    from omni_bus.stages.ar.engine import ARStage
+    from omni_bus.stages.ar.stage import ARStage
     from omni_bus.stages.qwen3_omni.talker import TalkerProgram
 
     return ARStage(TalkerProgram())
@@ -71,8 +72,8 @@ PIPELINE = PipelineSpec(
     name="qwen3_omni",
     stages=(
         StageSpec(name="processor", factory=_processor),
-        StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING),
-        StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING),
+        StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=AROptions),
+        StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=AROptions),
         StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH),
     ),
     edges=(

@@ -1,0 +1,174 @@
+"""The Thinker on the AR engine: prompt with media in, text to the client and token ids to the Talker out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from omni_bus.errors import InvalidRequest
+from omni_bus.payloads import TextDelta
+from omni_bus.stages.ar.decoder import Decoder
+from omni_bus.stages.ar.program import Inputs, Row, isolated
+from omni_bus.stages.ar.text import Release, TextStream
+from omni_bus.stages.contract import Chunk, StageContext
+from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
+from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
+from omni_bus.stages.qwen3_omni.payloads import ModelInputs, ThinkerTokens
+from omni_bus.stages.qwen3_omni.prompt import load_tokenizer
+from omni_bus.stages.qwen3_omni.rope_index import rope_index
+from omni_bus.stages.qwen3_omni.thinker_encoders import ThinkerEncoders
+from omni_bus.stages.qwen3_omni.weights import load_stack, load_tensor
+
+TALKER = "thinker->talker"
+CLIENT = "thinker->client"
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(slots=True)
+class ThinkerState:
+    """What the Thinker keeps of one request."""
+
+    stream: TextStream
+    prompt_tokens: int = 0
+    placeholders: list[int] = dataclasses.field(default_factory=list)  # positions whose accept-layer rows the Talker wants
+    captured: list[torch.Tensor] = dataclasses.field(default_factory=list)  # those rows, as far as they are computed
+    started: bool = False  # whether the Talker has had its first chunk
+    unsent_ids: list[int] = dataclasses.field(default_factory=list)  # released, and waiting for text to go with to the client
+
+
+class ThinkerProgram:
+    decoder: Decoder
+    eos_ids: frozenset[int]
+    suppressed_ids: torch.Tensor | None = None
+    capture_layer: int | None
+    max_length: int
+
+    def load(self, ctx: StageContext) -> None:
+        """Reads the tensors under `thinker.` only."""
+        checkpoint = Checkpoint(ctx.model_path)
+        self.config: OmniConfig = read_config(ctx.model_path)
+        self.device, self.dtype = torch.device(ctx.device), getattr(torch, ctx.config.dtype)
+        ctx.progress(0.0, "tokenizer")
+        self.tokenizer = load_tokenizer(checkpoint.directory)
+        ctx.progress(0.05, "audio and vision encoders")
+        self.encoders = ThinkerEncoders(self.config.thinker, checkpoint, dtype=self.dtype, device=self.device)
+        ctx.progress(0.1, "text decoder")
+        self.decoder, tables = load_stack(
+            checkpoint,
+            "thinker.model.",
+            self.config.thinker.text,
+            embeddings="embed_tokens.",
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.embed_tokens = tables["embed_tokens.weight"]
+        self.lm_head = load_tensor(checkpoint, "thinker.lm_head.weight", dtype=self.dtype, device=self.device)
+        self.eos_ids = frozenset((self.config.ids.im_end,))
+        self.capture_layer = self.config.talker.accept_hidden_layer
+        self.max_length = self.config.thinker.text.max_positions
+        ctx.progress(1.0, "ready")
+
+    def start(self, row: Row) -> None:
+        row.data = ThinkerState(TextStream(self.tokenizer, row.request.sampling.stop or ()))
+
+    def feed(self, row: Row, chunk: Chunk) -> None:
+        """The one chunk is the whole prompt."""
+        if row.prompt_closed or not isinstance(chunk.payload, ModelInputs):
+            raise InvalidRequest("the thinker takes one prompt a request")
+        prompt, state = chunk.payload, self._state(row)
+        state.prompt_tokens = len(prompt.token_ids)
+        media = self.config.thinker.media
+        if TALKER in row.request.outputs:
+            state.placeholders = [at for at, token in enumerate(prompt.token_ids) if token in media.placeholders]
+        positions = rope_index(prompt.token_ids, prompt.media, media)
+        if chunk.tensors:
+            embeds, deepstack = self._embed_media(prompt, chunk)
+            row.append(Inputs(positions=positions, embeds=embeds, deepstack=deepstack))
+        else:
+            row.append(Inputs(positions=positions, token_ids=prompt.token_ids))
+        row.close_prompt()
+        row.consume(chunk.edge)
+
+    def _embed_media(self, prompt: ModelInputs, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[n, hidden] with the encoders' outputs in the placeholders' places, and [taps, n, hidden] for pictures and videos."""
+        ids = torch.tensor(prompt.token_ids, device=self.device)
+        embeds = self.embed(ids)
+        media, sizes = self.config.thinker.media, prompt.media
+        if sizes.audio_lengths:
+            embeds[ids == media.audio] = self.encoders.audio(chunk.tensors["input_features"], sizes.audio_lengths)
+        deepstack: torch.Tensor | None = None
+        for token, grids, name in (
+            (media.image, sizes.image_grids, "pixel_values"),
+            (media.video, sizes.video_grids, "pixel_values_videos"),
+        ):
+            if grids:
+                visual, taps = self.encoders.vision(chunk.tensors[name], grids)
+                embeds[ids == token] = visual
+                if deepstack is None:
+                    deepstack = embeds.new_zeros(len(taps), *embeds.shape)
+                deepstack[:, ids == token] = taps
+        return embeds, deepstack
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.lm_head).float()
+
+    def computed(self, row: Row, start: int, captured: torch.Tensor) -> None:
+        state = self._state(row)
+        end = start + len(captured)
+        wanted = [position - start for position in state.placeholders if start <= position < end]
+        if wanted:
+            state.captured.append(captured[torch.tensor(wanted, device=captured.device)])
+
+    def sampled(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        for row, token in zip(rows, tokens, strict=True):
+            with isolated(row):
+                self._sampled(row, token)
+
+    def _sampled(self, row: Row, token: int) -> None:
+        stream = self._state(row).stream
+        ended = row.finish_reason is not None
+        # An end token is no text: it closes the stream. One at which the length was reached is.
+        release = Release() if row.finish_reason == "stop" else stream.push(token)
+        if ended and not release.stopped:
+            rest = stream.flush()
+            release = Release((*release.token_ids, *rest.token_ids), release.text + rest.text, rest.stopped)
+        if release.stopped or row.finish_reason == "stop":
+            self._send(row, release, spoken=(*release.token_ids, self.config.ids.im_end), finish_reason="stop")
+        elif ended:
+            self._send(row, release, spoken=release.token_ids, finish_reason="length")
+        else:
+            self._send(row, release, spoken=release.token_ids)
+            row.append_text(token_ids=[token])
+            return
+        usage = {"prompt_tokens": self._state(row).prompt_tokens, "completion_tokens": len(row.output_ids)}
+        row.finish(usage)
+
+    def _send(self, row: Row, release: Release, *, spoken: tuple[int, ...], finish_reason: FinishReason | None = None) -> None:
+        """To the Talker all that is decided, at once; to the client what makes text."""
+        state, last = self._state(row), finish_reason is not None
+        tensors = {}
+        if not state.started and state.captured:
+            tensors["placeholder_rows"] = torch.cat(state.captured)
+            state.captured.clear()
+        if spoken or tensors:
+            row.emit(TALKER, ThinkerTokens(spoken, last), tensors, last=last)
+            state.started = True
+        state.unsent_ids += release.token_ids
+        if release.text or last:
+            row.emit(CLIENT, TextDelta(release.text, tuple(state.unsent_ids), finish_reason), last=last)
+            state.unsent_ids.clear()
+
+    def release(self, row: Row) -> None:
+        row.data = None
+
+    @staticmethod
+    def _state(row: Row) -> ThinkerState:
+        assert isinstance(row.data, ThinkerState)
+        return row.data
