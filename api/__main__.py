@@ -1,0 +1,59 @@
+"""`python -m omni_bus.api RUN_DIR INDEX`: one API process of a running server. Ends in order on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pathlib
+import signal
+import sys
+
+import uvloop
+from aiohttp import web
+
+from omni_bus.api.app import create_app, create_runner
+from omni_bus.api.bus import Bus
+from omni_bus.client import BusClient
+from omni_bus.deployment import RunDir
+from omni_bus.errors import OmniBusError
+from omni_bus.process import die_with_parent
+from omni_bus.spec import load_pipeline
+
+
+async def serve(run_dir: RunDir) -> None:
+    """Until a signal asks to end."""
+    deployment = run_dir.read()
+    pipeline = load_pipeline(deployment.model.pipeline)
+
+    async def connect() -> Bus:
+        return await BusClient.connect(run_dir.broker, pipeline)
+
+    ending = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ending.set)
+    app = create_app(deployment, pipeline, connect)
+    runner = create_runner(app)
+    await runner.setup()
+    try:
+        api = deployment.api
+        await web.TCPSite(runner, api.host, api.port, reuse_port=api.processes > 1).start()
+        await ending.wait()
+    finally:
+        await runner.cleanup()
+
+
+def main(arguments: list[str]) -> int:
+    run_dir, index = RunDir(pathlib.Path(arguments[0])), int(arguments[1])
+    die_with_parent(signal.SIGTERM)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s api.{index} %(levelname)s %(name)s: %(message)s")
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(run_dir))
+    except (OmniBusError, OSError) as error:
+        print(f"api.{index}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Who may ask: one of the keys of `api_keys_file`, or anybody where there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pathlib
+
+from aiohttp import web
+
+from omni_bus.api.errors_render import Handler
+from omni_bus.errors import ConfigError, Unauthorized
+
+OPEN_PATHS = frozenset({"/health", "/ready"})  # asked by load balancers, tell nothing
+
+
+class ApiKeys:
+    """The keys as digests, so that comparing takes the same time whatever was sent."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> ApiKeys:
+        """One key a line; empty lines and lines that start with # do not count. ConfigError for a file without a key."""
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api.api_keys_file cannot be read: {error}") from error
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError("api.api_keys_file holds no key: put one on each line, or remove the setting")
+        return cls(keys)
+
+    def check(self, authorization: str | None) -> None:
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.casefold() != "bearer" or not key.strip():
+            raise Unauthorized("send an API key: Authorization: Bearer KEY")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them: the time tells nothing
+        if not any(matches):
+            raise Unauthorized("this API key is not known here")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+API_KEYS = web.AppKey("api_keys", ApiKeys)
+
+
+@web.middleware
+async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+    if API_KEYS in request.app and request.path not in OPEN_PATHS:
+        request.app[API_KEYS].check(request.headers.get("Authorization"))
+    return await handler(request)

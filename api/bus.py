@@ -1,0 +1,53 @@
+"""What the API asks of the bus; omni_bus.client.BusClient has this shape, and so has the scripted bus of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from omni_bus.events import RequestOptions, Status
+from omni_bus.wire import HostTensor
+
+
+class Item(Protocol):
+    """One chunk for the client."""
+
+    @property
+    def edge(self) -> str: ...
+    @property
+    def payload(self) -> msgspec.Struct: ...
+    @property
+    def tensors(self) -> Mapping[str, HostTensor]: ...
+    @property
+    def last(self) -> bool: ...
+
+
+class RequestStream(Protocol):
+    """One request. Asking for the next item says that the one before is consumed: a slow reader stalls its own request only."""
+
+    @property
+    def usage(self) -> Mapping[str, Mapping[str, int]]: ...
+
+    def __aiter__(self) -> AsyncIterator[Item]: ...
+
+    async def cancel(self) -> None:
+        """Returns when every stage has acknowledged."""
+
+
+class Bus(Protocol):
+    async def submit(
+        self,
+        *,
+        options: RequestOptions,
+        payload: msgspec.Struct,
+        tensors: Mapping[str, HostTensor],
+        deadline_s: float,
+        label: str = "",
+        last: bool = True,
+    ) -> RequestStream: ...
+
+    async def status(self) -> Status: ...
+
+    async def close(self) -> None: ...

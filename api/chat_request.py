@@ -1,0 +1,194 @@
+"""A chat request checked against the served model: what goes to the bus, and what the answer has to look like."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from omni_bus.api import chat_body
+from omni_bus.api.chat_body import ChatBody, SamplingBody, decode_json
+from omni_bus.api.media import MediaSource
+from omni_bus.api.served import ServedModel
+from omni_bus.errors import InvalidRequest, ModelRefused
+from omni_bus.events import RequestOptions
+from omni_bus.names import did_you_mean
+from omni_bus.payloads import MediaPart, Message, TextPart
+from omni_bus.sampling import SamplingParams
+
+MODALITIES = ("text", "audio", "image", "video")  # in the order in which they are passed on
+STREAM_FORMATS = ("pcm16", "wav")
+WHOLE_FORMATS = ("wav", "pcm16", "mp3", "opus", "flac")
+MAX_MEDIA = 64  # pieces in one request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    model: str
+    messages: tuple[Message, ...]
+    media: tuple[MediaSource, ...]  # media[i] is what MediaPart(index=i) speaks of
+    options: RequestOptions
+    stream: bool
+    include_usage: bool
+    audio_format: str
+    deadline_s: float
+
+
+def parse_chat(body: bytes | bytearray, model: ServedModel, timeout_header: str | None = None) -> ChatRequest:
+    """InvalidRequest (400), NotFound (404, another model) or ModelRefused (422), each naming the field."""
+    chat = decode_json(body, ChatBody)
+    model.check_name(chat.model)
+    if chat.n not in (None, 1):
+        raise InvalidRequest("n must be 1: one answer for each request", param="n")
+    stream = chat.stream is True
+    if chat.stream_options is not None and not stream:
+        raise InvalidRequest("stream_options may only be given with stream = true", param="stream_options")
+    modalities = _modalities(chat.modalities, model)
+    messages, media = _messages(chat.messages, model)
+    return ChatRequest(
+        model=chat.model,
+        messages=messages,
+        media=media,
+        options=RequestOptions(
+            modalities=modalities, voice=_voice(chat, modalities, model), seed=chat.seed, sampling=_sampling(chat, model)
+        ),
+        stream=stream,
+        include_usage=chat.stream_options is not None and chat.stream_options.include_usage is True,
+        audio_format=_audio_format(chat, stream),
+        deadline_s=_deadline(chat.timeout, timeout_header, model.max_deadline_s),
+    )
+
+
+def _modalities(wanted: list[str] | None, model: ServedModel) -> tuple[str, ...]:
+    if wanted is None:
+        return ("text",)
+    if not wanted:
+        raise InvalidRequest('modalities must name at least one output, e.g. ["text"]', param="modalities")
+    for name in wanted:
+        if name not in MODALITIES:
+            raise InvalidRequest(f"modalities: unknown {name[:40]!r}{did_you_mean(name[:40], MODALITIES)}", param="modalities")
+    refused = set(wanted) - model.pipeline.output_modalities
+    if refused:
+        offered = ", ".join(sorted(model.pipeline.output_modalities))
+        raise ModelRefused(f"this model does not make {', '.join(sorted(refused))}; it makes {offered}", param="modalities")
+    return tuple(name for name in MODALITIES if name in wanted)
+
+
+def _voice(chat: ChatBody, modalities: tuple[str, ...], model: ServedModel) -> str | None:
+    voice = chat.audio.voice if chat.audio is not None else None
+    if voice is None or "audio" not in modalities:
+        return None
+    by_folded = {name.casefold(): name for name in model.voices}
+    if voice.casefold() not in by_folded:
+        raise ModelRefused(f"this model has no such voice; it has {', '.join(model.voices)}", param="audio.voice")
+    return by_folded[voice.casefold()]
+
+
+def _audio_format(chat: ChatBody, stream: bool) -> str:
+    wanted = chat.audio.format if chat.audio is not None else None
+    formats = STREAM_FORMATS if stream else WHOLE_FORMATS
+    if wanted is None:
+        return formats[0]
+    if wanted not in formats:
+        kind = "a streamed" if stream else "an unstreamed"
+        raise InvalidRequest(f"audio.format of {kind} answer must be one of {', '.join(formats)}", param="audio.format")
+    return wanted
+
+
+def _deadline(field: float | None, header: str | None, maximum: float) -> float:
+    seconds, param = field, "timeout"
+    if seconds is None and header is not None:
+        param = "X-Request-Timeout"
+        try:
+            seconds = float(header)
+        except ValueError:
+            seconds = -1.0
+    if seconds is None:
+        return maximum
+    if not 0 < seconds <= maximum:
+        raise InvalidRequest(f"{param} must be a number of seconds above 0 and up to {maximum:g}", param=param)
+    return seconds
+
+
+def _sampling(chat: ChatBody, model: ServedModel) -> dict[str, SamplingParams]:
+    """By stage: the top-level fields for the text stage, under what `sampling` or `sampling_params_list` says."""
+    stages = model.generating_stages
+    said: dict[str, SamplingParams] = {}
+    if chat.sampling is not None and chat.sampling_params_list is not None:
+        raise InvalidRequest("give sampling or sampling_params_list, not both", param="sampling_params_list")
+    if chat.sampling_params_list is not None:
+        if len(chat.sampling_params_list) != len(stages):
+            raise InvalidRequest(
+                f"sampling_params_list must have one object for each of {', '.join(stages)}, in this order",
+                param="sampling_params_list",
+            )
+        for index, (name, raw) in enumerate(zip(stages, chat.sampling_params_list, strict=True)):
+            said[name] = _stage_sampling(
+                decode_json(raw, SamplingBody, f"sampling_params_list[{index}]"), f"sampling_params_list[{index}]."
+            )
+    for name, raw in (chat.sampling or {}).items():
+        if name not in stages:
+            raise InvalidRequest(
+                f"sampling: no generating stage {name[:40]!r}{did_you_mean(name[:40], stages)}", param="sampling"
+            )
+        said[name] = _stage_sampling(decode_json(raw, SamplingBody, f"sampling.{name}"), f"sampling.{name}.")
+    top = _stage_sampling(chat, "")
+    if chat.max_completion_tokens is not None:
+        if chat.max_completion_tokens < 1:
+            raise InvalidRequest("max_completion_tokens must be an integer of at least 1", param="max_completion_tokens")
+        top = top.merged(SamplingParams(max_tokens=chat.max_completion_tokens))
+    top = msgspec.structs.replace(top, seed=None)  # the request's seed is for every stage: RequestOptions.seed
+    text_stage = model.pipeline.text_stage
+    merged = top.merged(said.get(text_stage, SamplingParams()))
+    if merged != SamplingParams():
+        said[text_stage] = merged
+    return said
+
+
+def _stage_sampling(body: SamplingBody, where: str) -> SamplingParams:
+    params = body.params()
+    params.check(where)
+    return params
+
+
+def _messages(bodies: list[chat_body.MessageBody], model: ServedModel) -> tuple[tuple[Message, ...], tuple[MediaSource, ...]]:
+    if not bodies:
+        raise InvalidRequest("messages must hold at least one message", param="messages")
+    messages: list[Message] = []
+    media: list[MediaSource] = []
+    for number, body in enumerate(bodies):
+        where = f"messages[{number}].content"
+        role = "system" if body.role == "developer" else body.role
+        content: list[chat_body.PartBody]
+        content = [chat_body.TextBody(body.content)] if isinstance(body.content, str) else body.content or []
+        if not content and role != "assistant":
+            raise InvalidRequest(f"{where} must be a text or a list of parts", param=where)
+        parts: list[TextPart | MediaPart] = []
+        for index, part in enumerate(content):
+            if isinstance(part, chat_body.TextBody):
+                parts.append(TextPart(part.text))
+                continue
+            source = _source(part, f"{where}[{index}]")
+            if source.kind not in model.pipeline.input_kinds:
+                taken = ", ".join(sorted(model.pipeline.input_kinds))
+                raise ModelRefused(f"this model does not take {source.kind}; it takes {taken}", param=f"{where}[{index}]")
+            parts.append(MediaPart(source.kind, len(media)))
+            media.append(source)
+            if len(media) > MAX_MEDIA:
+                raise InvalidRequest(f"a request may hold up to {MAX_MEDIA} pieces of media", param=f"{where}[{index}]")
+        messages.append(Message(role, tuple(parts)))
+    return tuple(messages), tuple(media)
+
+
+def _source(part: chat_body.PartBody, where: str) -> MediaSource:
+    match part:
+        case chat_body.InputAudioBody(input_audio):
+            return MediaSource.of_base64("audio", input_audio.data, input_audio.format, f"{where}.input_audio")
+        case chat_body.AudioUrlBody(address):
+            return MediaSource.of_url("audio", address.url, f"{where}.audio_url.url")
+        case chat_body.ImageUrlBody(address):
+            return MediaSource.of_url("image", address.url, f"{where}.image_url.url")
+        case chat_body.VideoUrlBody(address):
+            return MediaSource.of_url("video", address.url, f"{where}.video_url.url")
+        case chat_body.TextBody():
+            raise AssertionError("a text is no media")

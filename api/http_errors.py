@@ -1,0 +1,26 @@
+"""Errors that only HTTP knows, in the hierarchy of omni_bus.errors."""
+
+from __future__ import annotations
+
+from omni_bus.errors import InvalidRequest, OmniBusError
+
+
+class MethodNotAllowed(OmniBusError):
+    code = "method_not_allowed"
+    status = 405
+
+    def __init__(self, message: str, *, allowed: str) -> None:
+        super().__init__(message)
+        self.allowed = allowed
+
+
+class MediaRefused(InvalidRequest):
+    """A media URL whose scheme, host or address the server does not fetch from."""
+
+    code = "media_url_refused"
+
+
+class MediaUnreachable(InvalidRequest):
+    """A media URL that was allowed, but gave no content."""
+
+    code = "media_unreachable"

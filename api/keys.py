@@ -1,0 +1,27 @@
+"""Typed keys: of the application, what lives as long as the server; of a request, what is known of it from its first moment."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import web
+
+from omni_bus.api.bus import Bus
+from omni_bus.api.loop_lag import LoopLag
+from omni_bus.api.media_fetch import MediaFetcher
+from omni_bus.api.metrics import Metrics
+from omni_bus.api.served import ServedModel
+from omni_bus.deployment import ApiConfig
+
+CONFIG = web.AppKey("config", ApiConfig)
+MODEL = web.AppKey("model", ServedModel)
+METRICS = web.AppKey("metrics", Metrics)
+BUS: web.AppKey[Bus] = web.AppKey("bus")
+LAG = web.AppKey("lag", LoopLag)
+THREADS = web.AppKey("threads", ThreadPoolExecutor)
+FETCHER = web.AppKey("fetcher", MediaFetcher)
+
+REQUEST_ID = web.RequestKey("request_id", str)  # ours: also the label at the broker and the X-Request-Id of the answer
+LABEL = web.RequestKey("label", str)  # what the client calls it, for the log only
+ARRIVAL = web.RequestKey("arrival", float)  # time.monotonic()
+GONE = web.RequestKey("gone", bool)  # there once a streamed answer has lost its reader

@@ -1,0 +1,166 @@
+"""Every metric's name, in one file; what each request measures of itself is in timing.py.
+
+Labels come from the pipeline and from fixed lists, never from a client, so that their number is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from omni_bus import errors
+from omni_bus.events import Status
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
+_LEAD_SECONDS = (-5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0, 5.0, 10.0)
+_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+def _error_codes(cls: type[errors.OmniBusError]) -> set[str]:
+    return {cls.code}.union(*(_error_codes(child) for child in cls.__subclasses__()))
+
+
+class Metrics:
+    """One API process's metrics, with the bus's own as of the last `bus_status`."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self.in_flight = 0  # read by the lag's timer; the gauge is for scrapes
+        self._in_flight = Gauge("omni_bus_requests_in_flight", "Requests being answered.", registry=registry)
+        self._in_flight.set_function(lambda: self.in_flight)
+        self._requests = Counter("omni_bus_requests", "Answers by route and status.", ["route", "status"], registry=registry)
+        self._failures = Counter("omni_bus_failures", "Failed requests by error code.", ["code"], registry=registry)
+        self.cancels = Counter("omni_bus_cancels", "Requests whose client went away.", registry=registry)
+        self.ttft = Histogram(
+            "omni_bus_ttft_seconds", "Time to first text, from the request's arrival.", buckets=_SECONDS, registry=registry
+        )
+        self.ttfp = Histogram(
+            "omni_bus_ttfp_seconds", "Time to first audio packet, from arrival.", buckets=_SECONDS, registry=registry
+        )
+        self.tpot = Histogram(
+            "omni_bus_tpot_seconds", "Time per text token after the first.", buckets=_TOKEN_SECONDS, registry=registry
+        )
+        self.e2el = Histogram("omni_bus_e2el_seconds", "Arrival to end of answer.", buckets=_SECONDS, registry=registry)
+        self.rtf = Histogram(
+            "omni_bus_rtf",
+            "Real-time factor: seconds from arrival to end per second of audio.",
+            buckets=_RATIOS,
+            registry=registry,
+        )
+        self.playback_lead = Histogram(
+            "omni_bus_playback_lead_seconds",
+            "At each audio chunk: audio sent before it minus wall time since the first packet; below 0 the player was starved.",
+            buckets=_LEAD_SECONDS,
+            registry=registry,
+        )
+        self.underruns = Counter(
+            "omni_bus_underruns", "Audio chunks that came after the player had run dry.", registry=registry
+        )
+        self.underrun_seconds = Counter("omni_bus_underrun_seconds", "Silence that underruns caused.", registry=registry)
+        self.audio_seconds = Counter("omni_bus_audio_seconds", "Audio sent.", registry=registry)
+        self._lag = Histogram(
+            "omni_bus_event_loop_lag_seconds", "Lateness of the event loop's timers.", buckets=_LAG_SECONDS, registry=registry
+        )
+        self._worst_lag = Gauge("omni_bus_event_loop_lag_worst_seconds", "The worst of them since start.", registry=registry)
+        self._worst = 0.0
+        self._codes = _error_codes(errors.OmniBusError)
+        self._bus = _BusCollector()
+        registry.register(self._bus)
+
+    def answered(self, route: str, status: int) -> None:
+        """`route` is a route's own pattern, not the path that was asked."""
+        self._requests.labels(route, str(status)).inc()
+
+    def failed(self, code: str) -> None:
+        self._failures.labels(code if code in self._codes else "other").inc()
+
+    def lagged(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+        if seconds > self._worst:
+            self._worst = seconds
+            self._worst_lag.set(seconds)
+
+    def bus_status(self, status: Status | None) -> None:
+        """None: the broker does not answer."""
+        self._bus.status = status
+
+    def text(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+
+class _BusCollector(Collector):
+    """The broker's and the workers' figures, as they stood when the scrape asked for them."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # the names depend on nothing, but their labels on what runs
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("omni_bus_broker_up", "1 if the broker answers.", value=float(self.status is not None))
+        if self.status is None:
+            return
+        per_replica = ["stage", "worker"]
+        gauges = {
+            name: GaugeMetricFamily(f"omni_bus_stage_{name}", text, labels=per_replica)
+            for name, text in (
+                ("queue", "Requests waiting in the stage."),
+                ("running", "Requests running in the stage."),
+                ("batch", "Rows of the last step."),
+                ("kv_blocks_used", "KV blocks in use."),
+                ("kv_blocks_total", "KV blocks there are."),
+                ("slots_used", "State slots in use."),
+                ("slots_total", "State slots there are."),
+                ("segments_used", "Connector slots handed out."),
+            )
+        }
+        ready = GaugeMetricFamily("omni_bus_stage_ready", "1 if the replica takes requests.", labels=per_replica)
+        steps = CounterMetricFamily("omni_bus_stage_steps", "Steps run.", labels=per_replica)
+        busy = CounterMetricFamily("omni_bus_stage_busy_seconds", "Time spent in steps.", labels=per_replica)
+        restarts = CounterMetricFamily("omni_bus_stage_restarts", "Times the worker was started again.", labels=per_replica)
+        per_edge = ["edge", "connector", "worker"]
+        chunks = CounterMetricFamily("omni_bus_edge_chunks", "Chunks sent.", labels=per_edge)
+        sent = CounterMetricFamily("omni_bus_edge_bytes", "Bytes of tensors and payloads sent.", labels=per_edge)
+        for replica in self.status.replicas:
+            where = [replica.stage, replica.worker]
+            ready.add_metric(where, float(replica.state == "ready"))
+            restarts.add_metric(where, replica.restarts)
+            load = replica.load
+            if load is None:
+                continue
+            values = {
+                "queue": load.waiting,
+                "running": load.running,
+                "batch": load.batch,
+                "kv_blocks_used": load.kv_blocks_used,
+                "kv_blocks_total": load.kv_blocks_total,
+                "slots_used": load.slots_used,
+                "slots_total": load.slots_total,
+                "segments_used": load.segments_used,
+            }
+            for name, value in values.items():
+                gauges[name].add_metric(where, value)
+            steps.add_metric(where, load.steps)
+            busy.add_metric(where, load.busy_s)
+            for family, totals in ((chunks, load.chunks), (sent, load.bytes)):
+                for key, total in totals.items():
+                    edge, _, connector = key.partition("|")
+                    family.add_metric([edge, connector, replica.worker], total)
+        requests = GaugeMetricFamily("omni_bus_broker_requests", "Requests at the broker by state.", labels=["state"])
+        for state, count in self.status.requests.items():
+            requests.add_metric([state], count)
+        ended = CounterMetricFamily("omni_bus_broker_ended", "Requests ended since the broker's start.", labels=["how"])
+        for how, count in self.status.ended.items():
+            ended.add_metric([how], count)
+        edge_chunks = CounterMetricFamily("omni_bus_broker_edge_chunks", "Chunks that passed the broker.", labels=["edge"])
+        for edge, count in self.status.edge_chunks.items():
+            edge_chunks.add_metric([edge], count)
+        yield from (ready, *gauges.values(), steps, busy, restarts, chunks, sent, requests, ended, edge_chunks)

@@ -1,0 +1,72 @@
+"""How the server stands: /health, /ready, /v1/status, /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from omni_bus.api.errors_render import error_body
+from omni_bus.api.keys import BUS, METRICS, MODEL
+from omni_bus.api.models import json_response
+from omni_bus.errors import NoReadyReplica, ShuttingDown
+from omni_bus.events import Status
+
+BROKER_S = 2.0  # for the broker to say how it stands
+
+
+async def _broker_status(request: web.Request) -> Status:
+    """Raises ShuttingDown where the broker does not answer."""
+    try:
+        async with asyncio.timeout(BROKER_S):
+            return await request.app[BUS].status()
+    except TimeoutError:
+        raise ShuttingDown("the broker does not answer") from None
+
+
+async def health(request: web.Request) -> web.Response:
+    """This process lives."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """200 when every stage has a ready replica; otherwise 503 with the missing stages."""
+    try:
+        missing = list((await _broker_status(request)).missing)
+    except ShuttingDown:
+        missing = [stage.name for stage in request.app[MODEL].pipeline.stages]
+    if not missing:
+        return json_response({"ready": True, "missing": []})
+    error = NoReadyReplica(f"these stages have no ready replica: {', '.join(missing)}")
+    return json_response({"ready": False, "missing": missing, **error_body(error)}, error.status, {"Retry-After": "2"})
+
+
+async def status(request: web.Request) -> web.Response:
+    """The broker's view: stages, replicas, requests."""
+    seen = await _broker_status(request)
+    model = request.app[MODEL]
+    body = msgspec.to_builtins(seen)
+    for internal in ("t", "query"):
+        body.pop(internal, None)
+    replicas = body.pop("replicas")
+    stages = [
+        {
+            "name": stage.name,
+            "ready": stage.name not in seen.missing,
+            "replicas": [replica for replica in replicas if replica["stage"] == stage.name],
+        }
+        for stage in model.pipeline.stages
+    ]
+    return json_response({"model": model.name, **body, "stages": stages})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus text; the bus's own figures are asked for here, so that nobody has to collect them in between."""
+    own = request.app[METRICS]
+    try:
+        own.bus_status(await _broker_status(request))
+    except ShuttingDown:
+        own.bus_status(None)
+    return web.Response(body=own.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
