@@ -1,0 +1,122 @@
+"""The broker's I/O: one ROUTER socket between all peers, the orchestrator's decisions carried out, a timer only where one is due."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from omni_bus import wire
+from omni_bus.deployment import Deployment
+from omni_bus.errors import ProtocolViolation
+from omni_bus.orchestrator import Message, Orchestrator
+from omni_bus.pump import Pump
+from omni_bus.spec import PipelineSpec
+
+MAX_FRAME = 2**30  # bytes; a peer that sends more is disconnected
+PROBE_S = 0.02  # after a connection closed: by then the socket knows its peer no more
+LINGER_MS = 500  # for the last events of a broker that stops
+
+
+class Broker:
+    """Binds `endpoint` and serves until `stop`. Runs on the current asyncio loop, needs no task."""
+
+    def __init__(self, endpoint: str, pipeline: PipelineSpec, deployment: Deployment, log: Callable[[str], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._orchestrator = Orchestrator(pipeline, deployment, log=log, now=time.monotonic())
+        self._timer: asyncio.TimerHandle | None = None
+        self._arming: asyncio.Handle | None = None
+        self._probe: asyncio.TimerHandle | None = None
+        self._stopped: asyncio.Future[None] = self._loop.create_future()
+        self._stop_asked = False
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that was started again takes its name over
+        self._socket.setsockopt(
+            zmq.SNDHWM, 0
+        )  # credits bound what is under way to each peer; the socket must never block on one
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor_pump = Pump(self._loop, self._monitor, self._on_disconnected)
+        self._socket.bind(endpoint)
+        self._pump = Pump(self._loop, self._socket, self._on_message)
+
+    def stop(self) -> None:
+        """End what runs and tell every peer; `wait` returns when that is done."""
+        self._stop_asked = True
+        self._carry_out(self._orchestrator.stop(0.0, time.monotonic()))
+
+    async def wait(self) -> None:
+        """Until a stop that `stop` asked for is over."""
+        await self._stopped
+
+    def close(self) -> None:
+        """Release the socket, after the last events are out or LINGER_MS have passed."""
+        for handle in (self._timer, self._arming, self._probe):
+            if handle is not None:
+                handle.cancel()
+        self._pump.close()
+        self._monitor_pump.close()
+        self._socket.disable_monitor()
+        self._monitor.close()  # terminating the context waits for it
+        self._socket.close()
+        self._context.term()
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        peer = frames[0].bytes
+        now = time.monotonic()
+        try:
+            if len(frames) < 2:
+                raise ProtocolViolation("a message without a header")
+            event = wire.at_broker(frames[1].buffer)
+        except ProtocolViolation as error:
+            self._carry_out(self._orchestrator.malformed(peer, error, now))
+        else:
+            self._carry_out(self._orchestrator.handle(peer, event, frames[2:], now))
+
+    def _on_disconnected(self, frames: list[zmq.Frame]) -> None:
+        if self._probe is None:
+            self._probe = self._loop.call_later(PROBE_S, self._send_probe)
+
+    def _send_probe(self) -> None:
+        self._probe = None
+        self._carry_out(self._orchestrator.probe())
+
+    def _carry_out(self, messages: Iterable[Message]) -> None:
+        """Send what the orchestrator decided; a peer that is gone makes it decide more."""
+        waiting = deque(messages)
+        while waiting:
+            peer, event, frames = waiting.popleft()
+            try:
+                self._pump.send([peer, wire.encode(event), *frames])
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                waiting.extend(self._orchestrator.unreachable(peer, time.monotonic()))
+        if self._orchestrator.stopped and self._stop_asked and not self._stopped.done():
+            self._stopped.set_result(None)
+        if self._arming is None:
+            self._arming = self._loop.call_soon(self._arm)
+
+    def _arm(self) -> None:
+        """Have the clock looked at when something is due. A timer that is too early does no harm: it arms the next one."""
+        self._arming = None
+        due = self._orchestrator.next_tick()
+        if due is None:
+            return
+        delay = max(0.0, due - time.monotonic()) + 0.001  # the loop's clock counts milliseconds
+        if self._timer is not None:
+            if self._timer.when() <= self._loop.time() + delay:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._carry_out(self._orchestrator.tick(time.monotonic()))

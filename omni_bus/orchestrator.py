@@ -1,0 +1,287 @@
+"""Who may say what to the broker, and what it answers: peers, the registry's changes, status, the clock, the stop. Sans I/O.
+
+`handle` takes one event of one peer, `tick` the passing of time; both return what is to be sent. A peer that breaks a rule
+outside any request hurts itself only: a worker is taken as lost, a client's requests fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+from omni_bus import events
+from omni_bus.binding import Binder
+from omni_bus.deployment import Deployment
+from omni_bus.errors import OmniBusError, ProtocolViolation, ShuttingDown
+from omni_bus.lifecycle import Lifecycle
+from omni_bus.registry import Registry, Worker
+from omni_bus.request import Frames
+from omni_bus.spec import PipelineSpec
+
+ACKNOWLEDGE_S = 1.0  # that a stop waits for the last cancels to be acknowledged
+
+Message: TypeAlias = tuple[bytes, events.Event, Frames]  # peer, event, payload frames
+
+
+@dataclasses.dataclass(slots=True)
+class Client:
+    role: str
+    last_ticket: int = 0  # tickets of one client rise, so that one that was used before is noticed without being kept
+    watch: int | None = None  # the query that asked to be told of every change
+
+
+class Orchestrator:
+    def __init__(self, pipeline: PipelineSpec, deployment: Deployment, *, log: Callable[[str], None], now: float) -> None:
+        self._pipeline = pipeline
+        self._lost_after_s = deployment.bus.lost_after_s
+        self._log = log
+        self._started = now
+        self._out: list[Message] = []
+        self._clients: dict[bytes, Client] = {}
+        self.registry = Registry(deployment)
+        self._binder = Binder(pipeline, deployment, self.registry)
+        self.lifecycle = Lifecycle(pipeline, deployment, self._binder, self._send, log)
+        self._changed = False  # a replica's state, since the watchers were last told
+        self._stop_at: float | None = None
+        self._cut_off = False  # the grace of a stop is over
+        self.stopped = False  # every peer has been sent Shutdown
+
+    # ---- what the broker calls
+
+    def handle(self, peer: bytes, event: events.Event, frames: Frames, now: float) -> list[Message]:
+        """One event of one peer."""
+        worker = self.registry.get(peer)
+        try:
+            if isinstance(event, events.Register):
+                self._register(peer, event, now)
+            elif isinstance(event, events.Hello):
+                self._hello(peer, event)
+            elif worker is not None:
+                self._from_worker(worker, event, frames, now)
+            else:
+                self._from_client(peer, event, frames, now)
+        except ProtocolViolation as error:
+            self._violated(peer, error, now)
+        return self._flush(now)
+
+    def malformed(self, peer: bytes, error: ProtocolViolation, now: float) -> list[Message]:
+        """A message of `peer` that could not be read."""
+        self._violated(peer, error, now)
+        return self._flush(now)
+
+    def unreachable(self, peer: bytes, now: float) -> list[Message]:
+        """A send to `peer` found that its connection is gone."""
+        worker = self.registry.get(peer)
+        if worker is not None:
+            self._lose(worker, "its connection is gone", now)
+        elif self._clients.pop(peer, None) is not None:
+            self.lifecycle.client_gone(peer, now)
+        return self._flush(now)
+
+    def probe(self) -> list[Message]:
+        """Some connection closed; find out whose by sending to every client."""
+        return [(peer, events.Ping(), ()) for peer, client in self._clients.items() if client.role == "client"]
+
+    def tick(self, now: float) -> list[Message]:
+        """Do what the clock demands. To be called at `next_tick`, or at any other time."""
+        for peer in self.lifecycle.alarm(now):
+            if (worker := self.registry.get(peer)) is not None:
+                self._lose(worker, "it did not acknowledge a cancel", now, farewell=True)
+        for worker in [worker for worker in self.registry if worker.silent(now, self._lost_after_s)]:
+            self._lose(worker, "no heartbeat", now, farewell=True)
+        return self._flush(now)
+
+    def next_tick(self) -> float | None:
+        """When `tick` next has something to do, if nothing else happens."""
+        times = (self.lifecycle.table.next_alarm(), self.registry.silent_at(self._lost_after_s), self._stop_at)
+        return min((time for time in times if time is not None), default=None)
+
+    def stop(self, grace_s: float, now: float) -> list[Message]:
+        """Refuse new requests, give the running ones `grace_s` seconds, fail the rest, then send Shutdown to all."""
+        self._stop(grace_s, now)
+        return self._flush(now)
+
+    # ---- clients and the supervisor
+
+    def _hello(self, peer: bytes, event: events.Hello) -> None:
+        if event.protocol != events.PROTOCOL or event.role not in ("client", "supervisor") or peer in self._clients:
+            raise ProtocolViolation("a greeting with another protocol, an unknown role, or a second one")
+        if self.registry.get(peer) is not None:
+            raise ProtocolViolation("a worker cannot be a client")
+        self._clients[peer] = Client(event.role)
+        if event.role == "client":
+            self._send(peer, events.Welcome(self._binder.client_credits()), ())
+
+    def _from_client(self, peer: bytes, event: events.Event, frames: Frames, now: float) -> None:
+        client = self._clients.get(peer)
+        if client is None:
+            self._stranger(peer, event)
+            return
+        match event:
+            case events.Submit():
+                self._submit(peer, client, event, frames, now)
+            case events.Append():
+                self.lifecycle.append(peer, event, frames, now)
+            case events.Consumed():
+                self.lifecycle.consumed_by_client(peer, event, now)
+            case events.CancelRequest():
+                self.lifecycle.cancel_ticket(peer, event.ticket, now)
+            case events.StatusQuery():
+                client.watch = event.query if event.watch else client.watch
+                self._send(peer, self._status(event.query, now), ())
+            case events.Exited() if client.role == "supervisor":
+                worker = self.registry.get(event.worker.encode())
+                if worker is not None:
+                    self._lose(worker, "its process ended", now)
+            case events.StopServing() if client.role == "supervisor":
+                self._stop(event.grace_s, now)
+            case _:
+                raise ProtocolViolation(f"{type(event).__name__} is not for a {client.role} to send")
+
+    def _submit(self, peer: bytes, client: Client, event: events.Submit, frames: Frames, now: float) -> None:
+        if event.ticket <= client.last_ticket:
+            self.lifecycle.fail_ticket(peer, event.ticket, ProtocolViolation("the ticket was used before"), now)
+        elif self._stop_at is not None:
+            client.last_ticket = event.ticket
+            self.lifecycle.refuse(peer, event.ticket, ShuttingDown("the server is shutting down"))
+        else:
+            client.last_ticket = event.ticket
+            self.lifecycle.submit(peer, event, frames, now)
+
+    def _stranger(self, peer: bytes, event: events.Event) -> None:
+        """Someone who did not introduce itself. A worker that an earlier broker knew has to start anew."""
+        self._log(f"{type(event).__name__} from a peer that did not introduce itself")
+        if isinstance(event, events.WorkerToBroker) and not isinstance(event, events.Consumed):
+            self._send(peer, events.Shutdown(), ())
+        elif isinstance(event, events.Submit):
+            error = ProtocolViolation("a request came before the greeting")
+            self._send(peer, events.RequestFailed(event.ticket, error.info()), ())
+
+    # ---- workers
+
+    def _register(self, peer: bytes, event: events.Register, now: float) -> None:
+        if peer in self._clients:
+            raise ProtocolViolation("a client cannot be a worker")
+        before = self.registry.get(peer)
+        if before is not None:
+            self._lose(before, "it was started again", now)
+        if event.protocol != events.PROTOCOL or self._stop_at is not None:
+            self._send(peer, events.Shutdown(), ())
+            return
+        try:
+            worker = self.registry.register(peer, event, now)
+        except ProtocolViolation:
+            self._send(peer, events.Shutdown(), ())
+            raise
+        self._log(f"worker {worker.name} registered, pid {worker.pid}: {', '.join(worker.replicas)}")
+        self._changed = True
+
+    def _from_worker(self, worker: Worker, event: events.Event, frames: Frames, now: float) -> None:
+        if not worker.attached:
+            self._unattached(worker, event)
+            return
+        worker.heard = now
+        match event:
+            case events.Chunk():
+                self.lifecycle.chunk(worker, event, frames, now)
+            case events.Consumed():
+                self.lifecycle.consumed(worker, event, now)
+            case events.Done():
+                self.lifecycle.done(worker, event, now)
+            case events.Failed():
+                self.lifecycle.failed(worker, event, now)
+            case events.Cancelled():
+                self.lifecycle.cancelled(worker, event, now)
+            case events.Heartbeat():
+                self.registry.heartbeat(worker, event.loads)
+            case events.Load():
+                self._changed |= self.registry.load(worker, event)
+            case events.Ready():
+                if self.registry.ready(worker, event):
+                    self._log(f"stage {event.stage} is ready on {worker.name}")
+                    self._changed = True
+                    self.lifecycle.bind_queued(now)
+            case _:
+                raise ProtocolViolation(f"{type(event).__name__} is not for a worker to send")
+
+    def _unattached(self, worker: Worker, event: events.Event) -> None:
+        """Of a lost worker these are its last words. One that never registered here was an earlier broker's: it has to start anew."""
+        if worker.lost:
+            self.lifecycle.late += 1
+        else:
+            self._stranger(worker.peer, event)
+
+    def _lose(self, worker: Worker, why: str, now: float, *, farewell: bool = False) -> None:
+        """`farewell`: the process may still be there, and must not go on with what is taken from it."""
+        if worker.lost:
+            return
+        self._log(f"worker {worker.name} is lost: {why}")
+        self.registry.lose(worker)
+        self._changed = True
+        if farewell:
+            self._send(worker.peer, events.Shutdown(), ())
+        self.lifecycle.worker_lost(worker, now)
+
+    # ---- all of them
+
+    def _violated(self, peer: bytes, error: OmniBusError, now: float) -> None:
+        worker = self.registry.get(peer)
+        if worker is not None:
+            self._lose(worker, f"protocol violation: {error.message}", now, farewell=worker.attached)
+        elif peer in self._clients:
+            self._log(f"a client broke the protocol: {error.message}")
+            self.lifecycle.fail_client(peer, error, now)
+        else:
+            self._log(f"a stranger broke the protocol: {error.message}")
+
+    def _stop(self, grace_s: float, now: float) -> None:
+        if self._stop_at is not None:
+            self._stop_at = min(self._stop_at, now + grace_s)
+            return
+        self._stop_at = now + grace_s
+        for worker in self.registry:
+            if worker.attached:
+                self.registry.drain(worker)
+                self._send(worker.peer, events.Drain(), ())
+        self._changed = True
+
+    def _advance_stop(self, now: float) -> None:
+        if self._stop_at is None or self.stopped:
+            return
+        if now >= self._stop_at and not self._cut_off:
+            self._cut_off = True
+            self._stop_at = now + ACKNOWLEDGE_S
+            self.lifecycle.fail_all(ShuttingDown("the server is shutting down"), now)
+        if len(self.lifecycle.table) == 0 or (self._cut_off and now >= self._stop_at):
+            self.stopped = True
+            peers = [worker.peer for worker in self.registry if worker.attached]
+            for peer in (*peers, *self._clients):
+                self._send(peer, events.Shutdown(), ())
+
+    def _status(self, query: int, now: float) -> events.Status:
+        missing = self.registry.missing()
+        return events.Status(
+            query=query,
+            pipeline=self._pipeline.name,
+            ready=not missing and self._stop_at is None,
+            missing=missing,
+            replicas=self.registry.statuses(),
+            requests=self.lifecycle.table.states(),
+            ended=dict(self.lifecycle.table.ended),
+            edge_chunks=dict(self.lifecycle.edge_chunks),
+            uptime_s=now - self._started,
+        )
+
+    def _send(self, peer: bytes, event: events.Event, frames: Frames) -> None:
+        self._out.append((peer, event, frames))
+
+    def _flush(self, now: float) -> list[Message]:
+        self._advance_stop(now)
+        if self._changed:
+            self._changed = False
+            for peer, client in self._clients.items():
+                if client.watch is not None:
+                    self._send(peer, self._status(client.watch, now), ())
+        out, self._out = self._out, []
+        return out

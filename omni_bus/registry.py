@@ -1,0 +1,207 @@
+"""Which replicas of which stage there are, in what state, how loaded. No I/O, no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+
+from omni_bus.deployment import Deployment
+from omni_bus.errors import ProtocolViolation
+from omni_bus.events import Load, Ready, Register, ReplicaStatus, StageLoad
+
+
+class ReplicaState(enum.Enum):
+    STARTING = "starting"  # its process has not registered yet
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Worker:
+    """One incarnation of a worker process; one that is started again becomes a new object."""
+
+    name: str
+    pid: int = 0
+    host: str = ""
+    boot: str = ""
+    restarts: int = 0
+    heard: float = 0.0  # monotonic time of its last event
+    replicas: dict[str, Replica] = dataclasses.field(default_factory=dict)
+    requests: set[int] = dataclasses.field(default_factory=set)  # ids of the requests bound to any of its replicas
+
+    @property
+    def peer(self) -> bytes:
+        return self.name.encode()
+
+    @property
+    def attached(self) -> bool:
+        return any(replica.state not in (ReplicaState.STARTING, ReplicaState.LOST) for replica in self.replicas.values())
+
+    @property
+    def lost(self) -> bool:
+        return any(replica.state is ReplicaState.LOST for replica in self.replicas.values())
+
+    @property
+    def must_be_heard(self) -> bool:
+        """One that loads weights may be silent."""
+        return self.attached and not any(replica.state is ReplicaState.LOADING for replica in self.replicas.values())
+
+    def silent(self, now: float, lost_after_s: float) -> bool:
+        return self.must_be_heard and now >= self.heard + lost_after_s
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Replica:
+    stage: str
+    worker: Worker
+    device: str
+    capacity: int = 1
+    state: ReplicaState = ReplicaState.STARTING
+    progress: float = 0.0
+    detail: str = ""
+    outstanding: int = 0  # requests bound and not yet done here
+    load: StageLoad | None = None
+
+    def reach(self, other: Replica) -> str:
+        """The best connector for tensors between here and there."""
+        if self.worker is other.worker:
+            return "local"
+        same_host = (self.worker.host, self.worker.boot) == (other.worker.host, other.worker.boot)
+        return "shm" if same_host else "inline"
+
+    def can(self, connector: str, other: Replica) -> bool:
+        """Whether a forced connector works between here and there."""
+        reach = self.reach(other)
+        return {"local": reach == "local", "shm": reach in ("local", "shm")}.get(connector, True)
+
+
+class Registry:
+    """Workers by name. Those of the deployment are there from the start and stay when lost; others are forgotten when lost."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._stages = tuple(deployment.stages)
+        self._expected: set[str] = set()
+        self._workers: dict[bytes, Worker] = {}
+        for name, stages in deployment.workers().items():
+            worker = Worker(name)
+            worker.replicas = {stage: Replica(stage, worker, deployment.stages[stage].devices[0]) for stage in stages}
+            self._expected.add(name)
+            self._workers[worker.peer] = worker
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def get(self, peer: bytes) -> Worker | None:
+        return self._workers.get(peer)
+
+    def register(self, peer: bytes, event: Register, now: float) -> Worker:
+        """A worker process has come up. ProtocolViolation for a stage the pipeline lacks or a name that is not its own."""
+        stages = [replica.stage for replica in event.replicas]
+        if peer != event.worker.encode() or not stages or len(set(stages)) != len(stages) or not set(stages) <= {*self._stages}:
+            raise ProtocolViolation("a worker registered under another name, or with stages that are not the pipeline's")
+        before = self._workers.get(peer)
+        restarts = before.restarts + 1 if before is not None and before.pid else 0
+        worker = Worker(event.worker, event.pid, event.host, event.boot, restarts, now)
+        worker.replicas = {
+            replica.stage: Replica(replica.stage, worker, replica.device, replica.capacity, ReplicaState.LOADING)
+            for replica in event.replicas
+        }
+        self._workers[peer] = worker
+        return worker
+
+    def load(self, worker: Worker, event: Load) -> bool:
+        """Note how far a stage's start has come; whether that is news."""
+        replica = _own(worker, event.stage)
+        if replica.state is not ReplicaState.LOADING:
+            return False
+        replica.progress, replica.detail = event.fraction, event.detail
+        return True
+
+    def ready(self, worker: Worker, event: Ready) -> bool:
+        """A stage has loaded; whether that is news."""
+        replica = _own(worker, event.stage)
+        if replica.state is not ReplicaState.LOADING:
+            return False
+        replica.state = ReplicaState.READY
+        replica.capacity, replica.progress, replica.detail = event.capacity, 1.0, ""
+        return True
+
+    def heartbeat(self, worker: Worker, loads: tuple[StageLoad, ...]) -> None:
+        for load in loads:
+            _own(worker, load.stage).load = load
+
+    def drain(self, worker: Worker) -> None:
+        for replica in worker.replicas.values():
+            if replica.state is ReplicaState.READY:
+                replica.state = ReplicaState.DRAINING
+
+    def lose(self, worker: Worker) -> None:
+        for replica in worker.replicas.values():
+            replica.state = ReplicaState.LOST
+            replica.progress, replica.outstanding, replica.load = 0.0, 0, None
+        if worker.name not in self._expected:
+            del self._workers[worker.peer]
+
+    def missing(self) -> tuple[str, ...]:
+        """Stages without a ready replica."""
+        ready = {r.stage for worker in self for r in worker.replicas.values() if r.state is ReplicaState.READY}
+        return tuple(stage for stage in self._stages if stage not in ready)
+
+    def choose(self, stages: tuple[str, ...], fits: Callable[[Replica, dict[str, Replica]], bool]) -> dict[str, Replica] | str:
+        """The least loaded ready replica of each stage that `fits` those chosen before it, or the stage that has none.
+
+        Of equally loaded ones, one in a process that is chosen already: its tensors need no copy.
+        """
+        chosen: dict[str, Replica] = {}
+        for stage in stages:
+            processes = {id(replica.worker) for replica in chosen.values()}
+            candidates = [
+                replica
+                for worker in self
+                if (replica := worker.replicas.get(stage)) is not None
+                and replica.state is ReplicaState.READY
+                and fits(replica, chosen)
+            ]
+            if not candidates:
+                return stage
+            chosen[stage] = min(
+                candidates,
+                key=lambda r: (r.outstanding / max(1, r.capacity), id(r.worker) not in processes, r.worker.name),
+            )
+        return chosen
+
+    def silent_at(self, lost_after_s: float) -> float | None:
+        """When the first worker counts as lost if nothing more is heard of any."""
+        heard = [worker.heard for worker in self if worker.must_be_heard]
+        return min(heard) + lost_after_s if heard else None
+
+    def statuses(self) -> tuple[ReplicaStatus, ...]:
+        by_stage = {stage: index for index, stage in enumerate(self._stages)}
+        replicas = [replica for worker in self for replica in worker.replicas.values()]
+        replicas.sort(key=lambda replica: (by_stage[replica.stage], replica.worker.name))
+        return tuple(
+            ReplicaStatus(
+                stage=replica.stage,
+                worker=replica.worker.name,
+                pid=replica.worker.pid,
+                host=replica.worker.host,
+                device=replica.device,
+                state=replica.state.value,
+                progress=replica.progress,
+                detail=replica.detail,
+                requests=replica.outstanding,
+                restarts=replica.worker.restarts,
+                load=replica.load,
+            )
+            for replica in replicas
+        )
+
+
+def _own(worker: Worker, stage: str) -> Replica:
+    try:
+        return worker.replicas[stage]
+    except KeyError:
+        raise ProtocolViolation(f"worker {worker.name} has no stage {stage!r}") from None
