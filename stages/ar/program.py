@@ -53,6 +53,7 @@ class Row:
     computed: int = 0  # positions in the KV cache
     next_position: int = 0  # the highest position on any axis + 1
     prompt_closed: bool = False
+    prompt_length: int | None = None  # of a prompt still open: the positions it will have, where that is known already
     penalty_ids: list[int] = dataclasses.field(default_factory=list)  # repetition penalty sees these and output_ids
     output_ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None  # set by the engine before Program.sampled sees the last token

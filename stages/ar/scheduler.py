@@ -73,9 +73,10 @@ class Scheduler:
     def positions_needed(self, row: Row) -> int:
         """The most positions the row can come to; the last token of its output is never computed."""
         max_tokens = row.request.sampling.max_tokens
-        if not row.prompt_closed or max_tokens is None:
+        prompt = row.length if row.prompt_closed else row.prompt_length
+        if prompt is None or max_tokens is None:
             return self.max_length
-        return min(self.max_length, row.length + max_tokens - 1)
+        return min(self.max_length, prompt + max_tokens - 1)
 
     def _next_waiting(self) -> Row | None:
         return next((row for row in self.waiting.values() if computable(row)), None)
