@@ -19,9 +19,7 @@ TEXT_END_GAIN = 1.5
 CODEC_END_GAIN = 1.3
 SPEAKER_GAIN = 4.0
 UNPRINTABLE_GAIN = 0.2  # of output rows behind the end token, which no text should use
-WAVEFORM_GAIN = (
-    0.035  # measured: brings the waveform to a standard deviation of about 0.15, so that the clamp at 1 hides nothing
-)
+WAVEFORM_GAIN = 0.025  # measured: a standard deviation of about 0.1, so that the clamp at 1 hides nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
