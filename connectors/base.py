@@ -13,7 +13,7 @@ import torch
 from omni_bus.errors import ProtocolViolation
 from omni_bus.events import TensorRef
 
-Frame = bytes | bytearray | memoryview
+Frame = bytes | memoryview
 Bytes = npt.NDArray[np.uint8]
 
 _CARRIED = (

@@ -38,14 +38,17 @@ class Connectors:
         """Raise ProtocolViolation for a connector that this process does not have."""
         self._named(route.connector)
 
+    def takes_room(self, route: EdgeRoute, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether `put` may find no room for these."""
+        return route.connector == self._shm.name and any(not _small(tensor) for tensor in tensors.values())
+
     def put(self, route: EdgeRoute, payload: Frame, tensors: Mapping[str, torch.Tensor]) -> Parcel | None:
         """None: there is no room for one of them now, and none was put. Raises TooLarge where there never will be."""
         frames = [payload]
         refs: list[TensorRef] = []
         try:
             for name, tensor in tensors.items():
-                small = tensor.numel() * tensor.element_size() <= INLINE_BYTES
-                connector = self._inline if small else self._named(route.connector)
+                connector = self._inline if _small(tensor) else self._named(route.connector)
                 ref = connector.put(name, tensor, frames)
                 if ref is None:
                     self.release(refs)
@@ -89,3 +92,7 @@ class Connectors:
             return self._by_name[name]
         except KeyError:
             raise ProtocolViolation(f"no connector {name[:40]!r} in this process") from None
+
+
+def _small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= INLINE_BYTES

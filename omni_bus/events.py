@@ -71,6 +71,7 @@ class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
     segments_used: int = 0  # connector slots handed out and not yet returned
     chunks: dict[str, int] = {}  # "edge|connector" → chunks sent
     bytes: dict[str, int] = {}  # "edge|connector" → bytes sent
+    held: int = 0  # entries in the worker's tables: its requests, and the process's open edges, unconsumed and waiting chunks
 
 
 class StageReplica(msgspec.Struct, frozen=True, array_like=True):
