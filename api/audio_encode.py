@@ -12,7 +12,12 @@ from av.audio.stream import AudioStream
 
 from omni_bus.api.wav import wav_header
 
-_CODECS = {"mp3": ("mp3", "libmp3lame", None), "opus": ("ogg", "libopus", 48_000), "flac": ("flac", "flac", None)}
+# container, codec, the rate it insists on, bits a second
+_CODECS = {
+    "mp3": ("mp3", "libmp3lame", None, 96_000),
+    "opus": ("ogg", "libopus", 48_000, 64_000),
+    "flac": ("flac", "flac", None, None),
+}
 
 
 def encode_audio(pcm: bytes | bytearray, sample_rate: int, audio_format: str) -> bytes:
@@ -21,13 +26,15 @@ def encode_audio(pcm: bytes | bytearray, sample_rate: int, audio_format: str) ->
         return bytes(pcm)
     if audio_format == "wav":
         return wav_header(sample_rate, len(pcm)) + pcm
-    container_format, codec, forced_rate = _CODECS[audio_format]
+    container_format, codec, forced_rate, bit_rate = _CODECS[audio_format]
     rate = forced_rate or sample_rate
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container_format) as container:
         stream = container.add_stream(codec, rate=rate)
         assert isinstance(stream, AudioStream)
         stream.layout = "mono"
+        if bit_rate is not None:
+            stream.bit_rate = bit_rate
         context = stream.codec_context
         context.open()
         resampler = AudioResampler(format=context.format, layout="mono", rate=rate)

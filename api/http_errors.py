@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from omni_bus.errors import InvalidRequest, OmniBusError
+from omni_bus.errors import InvalidRequest, NotFound, OmniBusError
 
 
 class MethodNotAllowed(OmniBusError):
@@ -24,3 +24,7 @@ class MediaUnreachable(InvalidRequest):
     """A media URL that was allowed, but gave no content."""
 
     code = "media_unreachable"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from omni_bus.api.http_errors import ModelNotFound
 from omni_bus.deployment import Deployment
-from omni_bus.errors import NotFound
 from omni_bus.spec import PipelineSpec
 
 
@@ -35,6 +35,4 @@ class ServedModel:
 
     def check_name(self, name: str) -> None:
         if name != self.name:
-            raise NotFound(
-                f"this server has no model of that name; it serves {self.name!r}", param="model", code="model_not_found"
-            )
+            raise ModelNotFound(f"this server has no model of that name; it serves {self.name!r}", param="model")

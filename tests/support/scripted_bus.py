@@ -1,0 +1,124 @@
+"""A bus that answers every request from a script, for tests of what the API makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import msgspec
+
+from omni_bus.client import StreamItem
+from omni_bus.events import ReplicaStatus, RequestOptions, StageLoad, Status
+from omni_bus.payloads import AudioDelta, ChatInput, InputTranscript, TextDelta
+from omni_bus.wire import HostTensor
+
+MODEL = "scripted"
+PCM_CHUNK = bytes(range(256)) * 15  # 1,920 samples
+
+
+def text(piece: str, finish_reason: str | None = None) -> StreamItem:
+    payload = TextDelta(piece, (1,) if piece else (), finish_reason)  # type: ignore[arg-type]
+    return StreamItem("thinker->client", payload, {}, finish_reason is not None)
+
+
+def audio(pcm: bytes = PCM_CHUNK, last: bool = False) -> StreamItem:
+    tensors = {"pcm": HostTensor("int16", (len(pcm) // 2,), memoryview(pcm))} if pcm else {}
+    return StreamItem("vocoder->client", AudioDelta(24_000), tensors, last)
+
+
+def heard(words: str) -> StreamItem:
+    return StreamItem("ear->client", InputTranscript(words), {}, True)
+
+
+FOREVER = object()  # in a script: nothing more ever comes
+Script = Sequence[StreamItem | Exception | object]
+GOOD: Script = (text("Hello"), audio(), text(" world"), text("", "stop"), audio(), audio(b"", last=True))
+USAGE = {"thinker": {"prompt_tokens": 7, "completion_tokens": 2}, "talker": {"frames": 3}, "vocoder": {"frames": 3}}
+
+
+@dataclasses.dataclass
+class Submission:
+    options: RequestOptions
+    payload: ChatInput
+    tensors: Mapping[str, HostTensor]
+    deadline_s: float
+    label: str
+
+
+class ScriptedStream:
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.usage: Mapping[str, Mapping[str, int]] = {}
+        self.taken = 0
+        self.ended = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[StreamItem]:
+        for step in self._script:
+            if step is FOREVER:
+                await asyncio.get_running_loop().create_future()
+            if isinstance(step, Exception):
+                self.ended.set()
+                raise step
+            assert isinstance(step, StreamItem)
+            self.taken += 1
+            yield step
+            await asyncio.sleep(0)
+        self.usage = USAGE
+        self.ended.set()
+
+    async def cancel(self) -> None:
+        if not self.ended.is_set():
+            self.cancelled.set()
+
+
+class ScriptedBus:
+    """Answers every request from `script`; `missing` are stages that are not ready; `submit_error` refuses."""
+
+    def __init__(self) -> None:
+        self.script: Script = GOOD
+        self.missing: tuple[str, ...] = ()
+        self.submit_error: Exception | None = None
+        self.submissions: list[Submission] = []
+        self.streams: list[ScriptedStream] = []
+        self.asked = asyncio.Event()  # set by the first request
+
+    async def submit(
+        self,
+        *,
+        options: RequestOptions,
+        payload: msgspec.Struct,
+        tensors: Mapping[str, HostTensor],
+        deadline_s: float,
+        label: str = "",
+        last: bool = True,
+    ) -> ScriptedStream:
+        if self.submit_error is not None:
+            raise self.submit_error
+        msgspec.msgpack.encode([options, payload])  # a request that cannot be put on the wire is a fault of the API
+        assert isinstance(payload, ChatInput) and last
+        self.submissions.append(Submission(options, payload, tensors, deadline_s, label))
+        self.streams.append(ScriptedStream(self.script))
+        self.asked.set()
+        return self.streams[-1]
+
+    async def status(self) -> Status:
+        load = StageLoad(
+            stage="thinker", waiting=3, running=2, batch=2, steps=9, busy_s=0.5, chunks={"thinker->client|inline": 5}
+        )
+        load = msgspec.structs.replace(load, bytes={"thinker->client|inline": 500})
+        replica = ReplicaStatus(stage="thinker", worker="thinker.0", pid=1, host="h", device="cpu", state="ready", load=load)
+        return Status(
+            query=1,
+            pipeline="scripted",
+            ready=not self.missing,
+            missing=self.missing,
+            replicas=(replica,),
+            requests={"streaming": 1},
+            ended={"done": 4},
+            edge_chunks={"thinker->client": 5},
+            uptime_s=1.0,
+        )
+
+    async def close(self) -> None: ...
