@@ -111,6 +111,7 @@ class TalkerProgram:
                 raise InvalidRequest("the thinker's rows do not fit the prompt's placeholders")
             positions = self.prompts.positions(state.prompt)
             rows = self.prompts.before_speech(state.prompt, state.placeholder_rows, state.speaker)
+            row.prompt_length = positions.shape[1]  # so that waiting for the first token reserves no more than needed
             row.append(Inputs(positions=positions[:, :-1], embeds=rows))
             state.prompt_rows = positions.shape[1]
             state.first_position = positions[:, -1:]
