@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import pathlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ class Broker:
     """Binds `endpoint` and serves until `stop`. Runs on the current asyncio loop, needs no task."""
 
     def __init__(self, endpoint: str, pipeline: PipelineSpec, deployment: Deployment, log: Callable[[str], None]) -> None:
+        self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._orchestrator = Orchestrator(pipeline, deployment, log=log, now=time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
@@ -67,6 +69,8 @@ class Broker:
         self._monitor.close()  # terminating the context waits for it
         self._socket.close()
         self._context.term()
+        if self._endpoint.startswith("ipc://"):  # ZeroMQ leaves the file
+            pathlib.Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         peer = frames[0].bytes

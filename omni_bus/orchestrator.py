@@ -164,7 +164,7 @@ class Orchestrator:
         if peer in self._clients:
             raise ProtocolViolation("a client cannot be a worker")
         before = self.registry.get(peer)
-        if before is not None:
+        if before is not None and before.attached:
             self._lose(before, "it was started again", now)
         if event.protocol != events.PROTOCOL or self._stop_at is not None:
             self._send(peer, events.Shutdown(), ())
