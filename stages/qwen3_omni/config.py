@@ -150,7 +150,7 @@ class TalkerConfig:
     @property
     def voices(self) -> tuple[str, ...]:
         """Speaker names, the default one first."""
-        return tuple(sorted(self.speaker_ids, key=lambda name: name != DEFAULT_VOICE))
+        return tuple(sorted(self.speaker_ids, key=lambda name: (name != DEFAULT_VOICE, name)))
 
     @property
     def suppressed_ids(self) -> tuple[int, ...]:
