@@ -24,7 +24,7 @@ from omni_bus.errors import (
     from_info,
 )
 from omni_bus.events import CLIENT
-from omni_bus.registry import ReplicaState, Worker
+from omni_bus.registry import Replica, ReplicaState, Worker
 from omni_bus.request import Edge, Frames, InputChunk, Request, RequestState, change_state, inline_only
 from omni_bus.request_table import RequestTable
 from omni_bus.spec import PipelineSpec
@@ -308,14 +308,13 @@ class Lifecycle:
         """Take `count` chunks as used up and tell the producer what it is due."""
         due = edge.consume(count)
         if due and edge.source != CLIENT:
-            self._send(request.bindings[edge.source].worker.peer, events.Consumed(request.id, edge.name, due), ())
+            self._tell(request.bindings[edge.source], events.Consumed(request.id, edge.name, due))
         elif due and not edge.closed and request.client is not None:
             self._send(request.client, events.Consumed(request.ticket, edge.name, due), ())
 
     def _complete(self, request: Request, now: float) -> None:
         for stage, replica in request.bindings.items():
-            if replica.state is not ReplicaState.LOST:
-                self._send(replica.worker.peer, events.Close(request.id, stage), ())
+            self._tell(replica, events.Close(request.id, stage))
         client = self._decide(request, "done")
         if client is not None:
             self._send(client, events.Completed(request.ticket, request.usage), ())
@@ -359,9 +358,8 @@ class Lifecycle:
         if request.state is RequestState.RUNNING:
             change_state(request, state)
             for stage, replica in request.bindings.items():
-                if replica.state is not ReplicaState.LOST:
+                if self._tell(replica, events.Cancel(request.id, stage)):
                     request.unacknowledged.add(stage)
-                    self._send(replica.worker.peer, events.Cancel(request.id, stage), ())
             self.table.set_alarm(request, now + self._bus.lost_after_s)
         self._settle(request, now)
 
@@ -392,6 +390,13 @@ class Lifecycle:
         first = "-" if request.first_output is None else f"{request.first_output - request.arrived:.3f}"
         label = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in request.label[:64])
         self._log(f"request {request.id} label={label} {request.outcome} first_output_s={first} s={now - request.arrived:.3f}")
+
+    def _tell(self, replica: Replica, event: events.Event) -> bool:
+        """False for a lost replica: another process may have taken its worker's name, and knows nothing of what that one held."""
+        if replica.state is ReplicaState.LOST:
+            return False
+        self._send(replica.worker.peer, event, ())
+        return True
 
     def _edge(self, request: Request, name: str) -> Edge:
         try:
