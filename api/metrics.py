@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +19,9 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2,
 _LEAD_SECONDS = (-5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0, 5.0, 10.0)
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a time of creation beside each series doubles them and tells nothing here
 
 
 def _error_codes(cls: type[errors.OmniBusError]) -> set[str]:
@@ -68,7 +71,12 @@ class Metrics:
             "omni_bus_event_loop_lag_seconds", "Lateness of the event loop's timers.", buckets=_LAG_SECONDS, registry=registry
         )
         self._worst_lag = Gauge("omni_bus_event_loop_lag_worst_seconds", "The worst of them since start.", registry=registry)
-        self._worst = 0.0
+        self._worst_held = Gauge(
+            "omni_bus_event_loop_held_worst_seconds",
+            "The worst lateness since start, less what the loop's thread spent waiting for a processor.",
+            registry=registry,
+        )
+        self._worst = self._held = 0.0
         self._codes = _error_codes(errors.OmniBusError)
         self._bus = _BusCollector()
         registry.register(self._bus)
@@ -80,11 +88,15 @@ class Metrics:
     def failed(self, code: str) -> None:
         self._failures.labels(code if code in self._codes else "other").inc()
 
-    def lagged(self, seconds: float) -> None:
-        self._lag.observe(seconds)
-        if seconds > self._worst:
-            self._worst = seconds
-            self._worst_lag.set(seconds)
+    def lagged(self, late: float, held: float) -> None:
+        """Seconds, as LoopLag observes them."""
+        self._lag.observe(late)
+        if late > self._worst:
+            self._worst = late
+            self._worst_lag.set(late)
+        if held > self._held:
+            self._held = held
+            self._worst_held.set(held)
 
     def bus_status(self, status: Status | None) -> None:
         """None: the broker does not answer."""

@@ -1,0 +1,233 @@
+"""The API in front of the real bus: three worker processes of the probe pipeline, and clients as users have them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.running_server import Server, eventually
+
+FAULTS = tuple(f"stages.{stage}.faults=true" for stage in ("source", "relay", "sink"))
+WORDS = "one two three four"
+SAMPLES_PER_WORD = 1920
+
+
+@pytest.fixture
+def server(shared_server: Any) -> Server:
+    started = shared_server("probe.toml", sets=FAULTS)
+    assert isinstance(started, Server)
+    return started
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def ask(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def metric(server: Server, name: str) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
+
+
+def open_requests(server: Server) -> int:
+    return sum(server.get("/v1/status")["requests"].values())
+
+
+def send(server: Server, **fields: Any) -> socket.socket:
+    """A chat request over a bare socket that nobody reads yet."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * 1024)
+    sock.connect(("127.0.0.1", server.port))
+    body = json.dumps({"model": "probe", **fields}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall(head.encode() + body)
+    return sock
+
+
+def test_openai_client_whole_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="probe", messages=ask(WORDS))
+    assert answer.choices[0].message.content == f"{WORDS} " and answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 4)
+
+
+def test_openai_client_whole_answer_with_audio(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="probe", messages=ask(WORDS), modalities=["text", "audio"], audio={"voice": "tone", "format": "wav"}
+    )
+    message = answer.choices[0].message
+    assert message.audio is not None and message.audio.transcript == f"{WORDS} "
+    wav = base64.b64decode(message.audio.data)
+    assert wav[:4] == b"RIFF" and len(wav) == 44 + 4 * SAMPLES_PER_WORD * 2
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.audio_tokens == 4
+
+
+def test_openai_client_stream(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="probe",
+        messages=ask(WORDS),
+        modalities=["text", "audio"],
+        audio={"voice": "tone", "format": "pcm16"},
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == f"{WORDS} "
+    audio = [found for delta in deltas if (found := delta.model_dump().get("audio"))]
+    assert len({piece["id"] for piece in audio}) == 1 and all(piece["data"] for piece in audio)
+    assert sum(len(base64.b64decode(piece["data"])) for piece in audio) == 4 * SAMPLES_PER_WORD * 2
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == "stop" and reasons.count(None) == len(reasons) - 1
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 4
+    modalities = {chunk.model_extra["modality"] for chunk in chunks[:-1] if chunk.model_extra}
+    assert modalities == {"text", "audio"}
+
+
+def test_openai_client_errors_and_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["probe"]
+    assert client.models.retrieve("probe").owned_by == "omni-bus"
+    with pytest.raises(openai.NotFoundError) as absent:
+        client.chat.completions.create(model="gpt-4o", messages=ask("hi"))
+    assert absent.value.code == "model_not_found" and absent.value.param == "model"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.chat.completions.create(model="probe", messages=ask("hi"), temperature=-3)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.UnprocessableEntityError, match="it has tone"):
+        client.chat.completions.create(
+            model="probe", messages=ask("hi"), modalities=["audio"], audio={"voice": "alloy", "format": "wav"}
+        )
+    with pytest.raises(openai.InternalServerError) as failed:
+        client.chat.completions.create(model="probe", messages=ask("a !raise:source"))
+    assert failed.value.code == "stage_failed"
+    with pytest.raises(openai.APIError) as broken:
+        list(client.chat.completions.create(model="probe", messages=ask("a b !raise:source"), stream=True))
+    assert broken.value.code == "stage_failed"
+    assert client.chat.completions.create(model="probe", messages=ask("hi")).choices[0].message.content == "hi "
+
+
+async def test_many_streams_at_once_each_get_their_own(server: Server) -> None:
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        words = " ".join(f"w{number}-{index}" for index in range(20))
+        stream = await client.chat.completions.create(
+            model="probe", messages=ask(words), modalities=["text", "audio"], stream=True
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == f"{words} "
+        return text
+
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert len(set(await asyncio.gather(*(one(client, number) for number in range(24))))) == 24
+
+
+def test_first_text_leaves_before_the_answer_is_complete(server: Server) -> None:
+    """The second word takes 400 ms; the first must not wait for it."""
+    with send(server, messages=ask("first !sleep:source:400 last"), stream=True) as sock:
+        began = time.monotonic()
+        seen = b""
+        while b"first " not in seen:
+            seen += sock.recv(4096)
+        assert time.monotonic() - began < 0.35 and b"[DONE]" not in seen
+        while b"[DONE]" not in seen:
+            seen += sock.recv(4096)
+        assert time.monotonic() - began > 0.35
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_cancels_a_request_that_makes_nothing(server: Server, stream: bool) -> None:
+    times = []
+    for _ in range(3):
+        before = metric(server, "omni_bus_cancels_total")
+        sock = send(server, messages=ask("!hang:source"), stream=stream)
+        eventually(lambda: open_requests(server) == 1, 5, "the request is open")
+        went = time.monotonic()
+        sock.close()
+        while metric(server, "omni_bus_cancels_total") == before and time.monotonic() - went < 5:
+            time.sleep(0.005)
+        times.append(time.monotonic() - went)
+        eventually(lambda: open_requests(server) == 0, 5, "every stage has let go of it")
+    assert min(times) < 0.1, times
+
+
+def test_a_slow_reader_stalls_only_itself(server: Server, client: openai.OpenAI) -> None:
+    chunks = "sink->client"
+    with send(server, messages=ask("!repeat:20000"), modalities=["text", "audio"], stream=True):
+        sent = -1
+        for _ in range(100):
+            before, sent = sent, server.get("/v1/status")["edge_chunks"][chunks]
+            if before == sent > 0:
+                break
+            time.sleep(0.2)
+        else:
+            pytest.fail("the producer never stopped, though nobody reads")
+        for _ in range(5):
+            assert client.chat.completions.create(model="probe", messages=ask("hi")).choices[0].message.content == "hi "
+        assert server.get("/v1/status")["edge_chunks"][chunks] == sent and open_requests(server) == 1
+    eventually(lambda: open_requests(server) == 0, 5, "the closed reader's request is gone")
+
+
+def test_a_deadline_ends_in_408(server: Server, client: openai.OpenAI) -> None:
+    began = time.monotonic()
+    with pytest.raises(openai.APIStatusError) as late:
+        client.chat.completions.create(model="probe", messages=ask("!hang:source"), extra_body={"timeout": 0.5})
+    assert late.value.status_code == 408 and late.value.code == "deadline_exceeded"
+    assert 0.4 < time.monotonic() - began < 3
+    eventually(lambda: open_requests(server) == 0, 5, "nothing of it is left")
+
+
+def test_large_inputs_arrive_whole(server: Server, client: openai.OpenAI) -> None:
+    words = " ".join(f"word-{index}" for index in range(400)) + " " + "x" * 2_000_000
+    answer = client.chat.completions.create(model="probe", messages=ask(words))
+    assert answer.choices[0].message.content == f"{words} "
+
+
+async def test_the_loop_stays_responsive_under_load(server: Server) -> None:
+    """Sixteen streams with audio, and large bodies beside them. What the machine's other work adds is told apart."""
+    filler = json.dumps({"model": "probe", "messages": ask("a"), "unknown": "x" * 3_000_000})
+
+    def upload() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.request("POST", "/v1/chat/completions", filler, {"Content-Type": "application/json"})
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    async def stream(client: openai.AsyncOpenAI) -> int:
+        answer = await client.chat.completions.create(
+            model="probe", messages=ask("!repeat:60"), modalities=["text", "audio"], stream=True
+        )
+        return len([chunk async for chunk in answer])
+
+    looks = metric(server, "omni_bus_event_loop_lag_seconds_count")
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        results = await asyncio.gather(*(stream(client) for _ in range(16)), *(asyncio.to_thread(upload) for _ in range(4)))
+    assert results[-4:] == [200] * 4 and min(results[:16]) > 100
+    assert metric(server, "omni_bus_event_loop_lag_seconds_count") > looks + 10, "the loop is watched"
+    assert metric(server, "omni_bus_event_loop_lag_worst_seconds") > 0
+    assert metric(server, "omni_bus_event_loop_held_worst_seconds") < 0.020
+
+
+def test_metrics_know_the_bus(server: Server, client: openai.OpenAI) -> None:
+    before = metric(server, "omni_bus_ttfp_seconds_count")
+    client.chat.completions.create(model="probe", messages=ask(WORDS), modalities=["text", "audio"])
+    assert metric(server, "omni_bus_ttfp_seconds_count") == before + 1
+    assert metric(server, "omni_bus_broker_up") == 1
+    assert metric(server, 'omni_bus_stage_ready{stage="sink",worker="sink.0"}') == 1
+    assert metric(server, 'omni_bus_broker_edge_chunks_total{edge="sink->client"}') >= 4
