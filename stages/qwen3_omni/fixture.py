@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
@@ -73,7 +74,10 @@ def write(
             name = "model.safetensors" if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
             progress(done / total, f"writing {name}")
             tensors = dict(zip((s.name for s in shard), pool.map(lambda spec: make(spec, seed, dtype), shard), strict=True))
-            save_file(tensors, directory / name, metadata={"format": "pt"})
+            try:
+                save_file(tensors, directory / name, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise CheckpointError(f"{directory / name} cannot be written: {error}") from error
             done += sum(spec.count for spec in shard)
             weight_map |= dict.fromkeys(tensors, name)
             del tensors
@@ -120,12 +124,13 @@ def _prepare(directory: pathlib.Path, needed: int) -> None:
         raise CheckpointError(f"{directory} is a file; name a directory")
     if directory.is_dir() and any(directory.glob("*.safetensors*")):
         raise CheckpointError(f"{directory} holds a checkpoint already; name an empty directory or remove it first")
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
+    absolute = directory.absolute()
+    free = shutil.disk_usage(next(path for path in (absolute, *absolute.parents) if path.exists())).free
     if free < needed + FREE_MARGIN_BYTES:
         raise CheckpointError(
             f"{directory} has {free / 1e9:.1f} GB free; the checkpoint needs {(needed + FREE_MARGIN_BYTES) / 1e9:.1f} GB"
         )
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def _write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:

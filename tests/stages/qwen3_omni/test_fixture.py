@@ -198,7 +198,34 @@ def test_it_refuses_what_it_cannot_write(tiny: pathlib.Path, tmp_path: pathlib.P
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 << 20))
     with pytest.raises(CheckpointError, match=r"0\.1 GB free; the checkpoint needs 0\.3 GB"):
         fixture.write(tmp_path / "b", "tiny", 0, quiet)
-    assert not list((tmp_path / "b").iterdir())
+    assert not (tmp_path / "b").exists()
+
+
+def test_full_size_is_written_in_bfloat16_shards(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same path as for all 70 GB, over the vision tower's first 400 MB and with the tiny vocabulary."""
+    real = fixture.tensor_specs
+    monkeypatch.setattr(
+        fixture,
+        "tensor_specs",
+        lambda config: (spec for spec in real(config) if re.match(r"thinker\.visual\.(p|blocks\.\d\.)", spec.name)),
+    )
+    monkeypatch.setattr(tokenizer, "find_rank_file", lambda: pathlib.Path("unused"))
+    monkeypatch.setattr(tokenizer, "full_vocabulary", lambda path: tokenizer.tiny_vocabulary())
+    said: list[float] = []
+    fixture.write(tmp_path / "full", "full", 0, lambda fraction, text: said.append(fraction), shard_bytes=100 << 20)
+    index = json.loads((tmp_path / "full" / fixture.INDEX_FILE).read_text())
+    files = sorted((tmp_path / "full").glob("*.safetensors"))
+    assert [path.name for path in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(said) == len(files) + 1 and said == sorted(said) and said[-1] == 1.0
+    sizes = 0
+    for path in files:
+        with safe_open(path, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118
+                tensor = shard.get_tensor(name)
+                assert tensor.dtype == torch.bfloat16 and tensor.isfinite().all()
+                sizes += tensor.nbytes
+    assert sizes == index["metadata"]["total_size"] > 250e6
+    assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_zero_sum_kernel_passes_no_constant() -> None:
