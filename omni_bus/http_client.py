@@ -121,6 +121,15 @@ async def request(method: str, url: str, body: object = None) -> AsyncIterator[R
             await writer.wait_closed()
 
 
+async def first_model(url: str) -> str:
+    """The id of the first model that the server lists."""
+    async with request("GET", f"{url}/v1/models") as response:
+        try:
+            return str(json.loads(await response.body())["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            raise OmniBusError(f"{url}/v1/models lists no model; name one with --model") from None
+
+
 def _head(method: str, parts: urllib.parse.SplitResult, body: object) -> bytes:
     content = b"" if body is None else json.dumps(body).encode()
     key = os.environ.get("OMNI_BUS_API_KEY", "")

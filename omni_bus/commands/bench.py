@@ -16,8 +16,8 @@ from omni_bus import __version__
 from omni_bus.bench_load import Load, Measured, closed_loop
 from omni_bus.bench_report import report, summarise
 from omni_bus.commands.chat import audio_part
-from omni_bus.errors import ConfigError, OmniBusError
-from omni_bus.http_client import Refused, base_url, request
+from omni_bus.errors import ConfigError
+from omni_bus.http_client import Refused, base_url, first_model, request
 
 NAME = "bench"
 EPILOG = """\
@@ -66,7 +66,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     url = base_url(arguments.url)
     load = Load(
         url=url,
-        model=arguments.model or await _first_model(url),
+        model=arguments.model or await first_model(url),
         ours=await _is_ours(url),
         prompt=arguments.prompt,
         prompt_words=arguments.prompt_words,
@@ -124,14 +124,6 @@ def _own(measured: Measured) -> dict[str, Any]:
         "packets": [[round(arrival, 4), round(length, 4)] for arrival, length in measured.packets],
         "text_tokens": measured.text_tokens,
     }
-
-
-async def _first_model(url: str) -> str:
-    async with request("GET", f"{url}/v1/models") as response:
-        try:
-            return str(json.loads(await response.body())["data"][0]["id"])
-        except (ValueError, LookupError, TypeError):
-            raise OmniBusError(f"{url}/v1/models lists no model; name one with --model") from None
 
 
 async def _is_ours(url: str) -> bool:

@@ -13,7 +13,7 @@ import wave
 from typing import Any
 
 from omni_bus.errors import ConfigError
-from omni_bus.http_client import DEFAULT_URL, Refused, base_url, request
+from omni_bus.http_client import DEFAULT_URL, Refused, base_url, first_model, request
 from omni_bus.speech_stream import SpeechStream
 
 NAME = "chat"
@@ -36,6 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-audio", action="store_true", help="ask for text only")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.add_argument("--max-tokens", type=int, help="of the answer's text")
+    parser.add_argument("--model", help="default: the first that the server names")
     parser.add_argument("--seed", type=int, help="for an answer that can be had again")
     parser.add_argument("--url", help=f"the server (default: OMNI_BUS_URL, or {DEFAULT_URL})")
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out and not arguments.out.parent.is_dir():
         raise ConfigError(f"{arguments.out.parent}: no such directory")
     try:
-        asyncio.run(_converse(url, body, arguments.out))
+        asyncio.run(_converse(url, body, arguments.model, arguments.out))
     except Refused as error:
         # What the server finds wrong with a request is the user's input too.
         raise (ConfigError(error.message) if error.status < 500 and error.status not in (408, 429) else error) from None
@@ -78,7 +79,8 @@ def audio_part(file: pathlib.Path) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": data, "format": file.suffix.removeprefix(".").lower() or "wav"}}
 
 
-async def _converse(url: str, body: dict[str, Any], out: pathlib.Path | None) -> None:
+async def _converse(url: str, body: dict[str, Any], model: str | None, out: pathlib.Path | None) -> None:
+    body = {**body, "model": model or await first_model(url)}
     start = time.perf_counter()
     stream, spoken = SpeechStream(), bytearray()
     first: dict[str, float] = {}

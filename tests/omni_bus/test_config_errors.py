@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from omni_bus.cli import main
 from omni_bus.config import load_deployment
 from omni_bus.errors import ConfigError
 
@@ -87,6 +88,7 @@ def test_a_malformed_file_is_refused(case: str, tmp_path: pathlib.Path) -> None:
     assert place in message
     assert advice in message
     assert all(line.startswith(str(file)) for line in message.splitlines())
+    assert main(["check", str(file)]) == 2
 
 
 OUTSIDE = {
@@ -108,12 +110,15 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
-def test_a_malformed_override_is_refused(case: str, tmp_path: pathlib.Path) -> None:
+def test_a_malformed_override_is_refused(case: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets, environ, fragment = OUTSIDE[case]
     file = tmp_path / "good.toml"
     file.write_text(PROBE)
     load_deployment(file, environ={})
     assert fragment in refusal(file, sets=sets, environ=environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["check", str(file), *(part for text in sets for part in ("--set", text))]) == 2
 
 
 def test_every_problem_is_told_in_the_order_of_the_file(tmp_path: pathlib.Path) -> None:

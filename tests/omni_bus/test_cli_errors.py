@@ -1,0 +1,151 @@
+"""What a user does wrong at the command line: exit code 2 (1 for what is not their doing), one line, and what to do."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from omni_bus import __version__
+from omni_bus.cli import main
+
+PROBE = '[model]\npipeline = "probe"\n'
+
+USES = {
+    "no command": ([], "usage: omni-bus"),
+    "unknown command": (["serve"], "invalid choice: 'serve'"),
+    "unknown option": (["up", "good.toml", "--prot", "1"], "unrecognized arguments: --prot 1"),
+    "no config": (["up"], "the following arguments are required: CONFIG.toml"),
+    "missing config": (["up", "god.toml"], 'god.toml: no such file (did you mean "good.toml"?)'),
+    "config is a directory": (["check", "."], ".: is a directory"),
+    "bad config": (["check", "bad.toml"], 'bad.toml:4: api.prt: unknown key (did you mean "port"?)'),
+    "bad set": (["check", "good.toml", "--set", "api.port"], "--set api.port: wants table.key=value"),
+    "bad port": (["up", "good.toml", "--port", "0"], "--port 0: api.port must be from 1 to 65535, not 0"),
+    "port no number": (["up", "good.toml", "--port", "x"], "argument --port: invalid int value: 'x'"),
+    "open to the world": (["check", "good.toml", "--host", "0.0.0.0"], "--host 0.0.0.0: api.host: without api.api_keys_file"),
+    "host of another machine": (["up", "keys.toml", "--host", "no.such.host.invalid"], 'api.host: "no.such.host.invalid" is no address'),
+    "nothing to say": (["chat"], "nothing to say"),
+    "no such sound": (["chat", "--audio", "none.wav"], "none.wav: cannot be read: No such file or directory"),
+    "no such picture": (["chat", "what?", "--image", "none.png"], "none.png: cannot be read: No such file or directory"),
+    "speech asked for and not": (["chat", "x", "--no-audio", "--out", "x.wav"], "--out wants the spoken answer"),
+    "nowhere to write": (["chat", "x", "--out", "none/x.wav"], "none: no such directory"),
+    "no url": (["chat", "x", "--url", "ftp://x"], '"ftp://x" is no http address'),
+    "a port that is none": (["status", "--url", "http://x:99999"], '"http://x:99999" is no http address'),
+    "concurrency": (["bench", "http://x", "--concurrency", "1,0"], 'argument --concurrency: "0" must be an integer from 1'),
+    "concurrency no number": (["bench", "http://x", "--concurrency", "1,a"], '"a" must be an integer from 1'),
+    "requests": (["bench", "http://x", "--requests", "-3"], '"-3" must be an integer from 1'),
+    "two prompts": (["bench", "http://x", "--prompt", "a", "--prompt-words", "3"], "not allowed with argument"),
+    "modality": (["bench", "http://x", "--modality", "video"], "invalid choice: 'video'"),
+    "figures nowhere": (["bench", "http://x", "--json", "none/figures.json"], "none: no such directory"),
+    "interval": (["top", "--interval", "0"], "--interval must be from 0.1 to 3600"),
+    "fixture of what": (["fixture", "gpt", "out"], "invalid choice: 'gpt'"),
+    "fixture over a file": (["fixture", "qwen3-omni", "good.toml"], "good.toml: is a file; name a directory"),
+    "fixture over things": (["fixture", "qwen3-omni", "."], ".: is not empty"),
+    "fixture size": (["fixture", "qwen3-omni", "out", "--size", "huge"], "invalid choice: 'huge'"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("OMNI_BUS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "good.toml").write_text(PROBE)
+    (tmp_path / "bad.toml").write_text(PROBE + "[api]\nprt = 1\n")
+    (tmp_path / "keys.txt").write_text("a-key\n")
+    (tmp_path / "keys.toml").write_text(PROBE + '[api]\napi_keys_file = "keys.txt"\n')
+
+
+def outcome(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+
+
+@pytest.mark.parametrize("case", USES)
+def test_wrong_use_is_told_in_a_line(case: str, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments, fragment = USES[case]
+    assert outcome(arguments) == 2
+    said = capfd.readouterr()
+    assert fragment in said.err
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    if arguments:
+        assert len(said.err.splitlines()) == 1
+
+
+def test_verbose_adds_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert outcome(["check", "bad.toml", "--verbose"]) == 2
+    said = capfd.readouterr().err
+    assert "Traceback" in said
+    assert said.splitlines()[-1].startswith("omni-bus: bad.toml:4: api.prt")
+
+
+def test_every_problem_is_a_line_of_its_own(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.toml").write_text(PROBE + "[api]\nprt = 1\nhots = 2\n")
+    assert outcome(["check", "bad.toml"]) == 2
+    assert [line.split(": ")[1] for line in capfd.readouterr().err.splitlines()] == ["bad.toml:4", "bad.toml:5"]
+
+
+def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OMNI_BUS_API__PROT", "1")
+    assert outcome(["check", "good.toml"]) == 2
+    assert "OMNI_BUS_API__PROT: api.prot: unknown key" in capfd.readouterr().err
+
+
+def test_no_server_is_not_the_users_input(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        for arguments in (["status", "--url", url], ["chat", "x", "--url", url], ["bench", url]):
+            assert outcome(arguments) == 1
+            assert capfd.readouterr().err.startswith(f"omni-bus: no server at {url}/v1/")
+
+
+@pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.6\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"])
+def test_a_server_that_is_none_of_ours(answer: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        threading.Thread(target=reply).start()
+        assert outcome(["status", "--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("omni-bus: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_check_prints_the_plan(capfd: pytest.CaptureFixture[str]) -> None:
+    sets = ["--set", "stages.source.process=front", "--set", "stages.relay.process=front", "--set", "stages.sink.replicas=2"]
+    assert outcome(["check", "good.toml", *sets]) == 0
+    said = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert ["source", "front.0", "cpu", "float32"] in [line[:4] for line in said]
+    assert ["sink", "sink.1", "cpu", "float32"] in [line[:4] for line in said]
+    assert ["source->relay", "local", "64"] in said
+
+
+def test_the_version() -> None:
+    answer = subprocess.run([sys.executable, "-m", "omni_bus", "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout == f"omni-bus {__version__}\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m omni_bus check good.toml | head -c 1; exit ${{PIPESTATUS[0]}}"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr, answer.stdout) == (0, "", "m")
+
+
+def test_the_command_line_imports_neither_torch_nor_aiohttp() -> None:
+    script = "import sys, omni_bus.cli; print([name for name in ('torch', 'aiohttp', 'numpy', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

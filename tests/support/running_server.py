@@ -1,0 +1,204 @@
+"""`omni-bus up` as a real process on a free port, and the proof that nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+SHM = pathlib.Path("/dev/shm")
+STOP_S = 5.0  # within which a server must have stopped
+READY = re.compile(rb"omni-bus: ready on (http://\S+)\n")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(check: Callable[[], bool], seconds: float, what: str) -> None:
+    """Wait for something that no event tells a test of."""
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+class Server:
+    """A started server. `run_base` is the directory in which it makes its run directory; `base` holds what it says."""
+
+    def __init__(self, process: subprocess.Popen[bytes], base: pathlib.Path, run_base: pathlib.Path, port: int) -> None:
+        self.process = process
+        self.base = base
+        self.run_base = run_base
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def run_dir(self) -> pathlib.Path:
+        [directory] = self.run_base.glob("omni-bus-*")
+        return directory
+
+    @property
+    def tag(self) -> str:
+        return self.run_dir.name.rsplit("-", 1)[-1]
+
+    @property
+    def stderr(self) -> str:
+        return (self.base / "stderr").read_text()
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """Name → process: "supervisor", "broker", "api.0" and each worker."""
+        found = {"supervisor": psutil.Process(self.process.pid)}
+        for child in found["supervisor"].children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.seen[child.pid] = child
+                found[_role(child.cmdline())] = child
+        return found
+
+    def segments(self) -> list[str]:
+        return sorted(entry.name for entry in SHM.glob(f"omnibus-{self.tag}-*"))
+
+    def wait_ready(self, seconds: float) -> None:
+        """Reads up to the line with the address."""
+        assert self.process.stdout is not None
+        said, end = b"", time.monotonic() + seconds
+        while not (found := READY.search(said)):
+            left = end - time.monotonic()
+            readable = select.select([self.process.stdout], [], [], max(0.0, left))[0]
+            block = os.read(self.process.stdout.fileno(), 65536) if readable else b""
+            assert block, f"not ready after {seconds} s, exit code {self.process.poll()}: {said.decode()}{self.stderr}"
+            said += block
+        assert found[1].decode() == self.url
+        self.processes()
+
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as answer:
+            body: dict[str, Any] = json.loads(answer.read())
+            return body
+
+    def ready(self) -> bool:
+        """Whether GET /ready says so; False while nothing answers."""
+        try:
+            return bool(self.get("/ready")["ready"])
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def chat(self, text: str, *, audio: bool = False, **said: Any) -> dict[str, Any]:
+        """An unstreamed answer; raises urllib.error.HTTPError for a refusal."""
+        model = self.get("/v1/models")["data"][0]["id"]
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": text}],
+            "modalities": ["text", "audio"] if audio else ["text"],
+            **said,
+        }
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
+    def answer(self, text: str, *, audio: bool = False) -> str:
+        return str(self.chat(text, audio=audio)["choices"][0]["message"]["content"])
+
+    def stop(self, number: signal.Signals = signal.SIGINT, *, code: int = 0) -> None:
+        """Stop as Ctrl-C in a terminal does, and hold the server to its word: all in order, soon, and nothing left."""
+        tag = self.tag
+        self.processes()
+        start = time.monotonic()
+        self.process.send_signal(number)
+        assert self.process.wait(timeout=STOP_S + 5) == code, self.stderr
+        assert time.monotonic() - start < STOP_S, f"took too long to stop: {self.stderr}"
+        self.assert_nothing_left(tag)
+        assert not list(self.run_base.glob("omni-bus-*")) or code != 0
+
+    def assert_nothing_left(self, tag: str) -> None:
+        left = [process for process in self.seen.values() if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not left, f"still running: {left}"
+        assert not list(SHM.glob(f"omnibus-{tag}-*"))
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port is still served"
+
+    def kill_all(self) -> None:
+        """After a test that failed: leave nothing behind for others."""
+        for process in self.seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(
+    config: pathlib.Path | str,
+    *,
+    sets: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    run_base: pathlib.Path | None = None,
+) -> Iterator[Server]:
+    """`omni-bus up` on a free port, which the block waits for and ends; what a failed test leaves is killed.
+
+    `config`: a path, or a name in configs/. `run_base`: of another server, to find what that one left.
+    """
+    # A Unix socket's path is short, and pytest's own directories are long.
+    base = pathlib.Path(tempfile.mkdtemp(prefix="ob-", dir=run_base))
+    port = free_port()
+    command = [sys.executable, "-m", "omni_bus", "up", str(CONFIGS / config), "--port", str(port)]
+    command += [part for text in sets for part in ("--set", text)]
+    with (base / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(run_base or base), **(env or {})},
+            cwd=base,
+        )
+    assert process.stdout is not None
+    server = Server(process, base, run_base or base, port)
+    try:
+        with process.stdout:
+            yield server
+    finally:
+        server.kill_all()
+        shutil.rmtree(base)
+
+
+@contextlib.contextmanager
+def running(config: pathlib.Path | str, *, ready_s: float = 120.0, **said: Any) -> Iterator[Server]:
+    """A ready server. Unless the block has stopped it itself, it is stopped by Ctrl-C behind it and must leave nothing."""
+    with started(config, **said) as server:
+        server.wait_ready(ready_s)
+        yield server
+        if server.process.poll() is None:
+            server.stop()
+
+
+def _role(command: Sequence[str]) -> str:
+    if "omni_bus.broker_main" in command:
+        return "broker"
+    if "omni_bus.api" in command:
+        return f"api.{command[-1]}"
+    return command[-2] if "omni_bus.workers" in command else " ".join(command)
