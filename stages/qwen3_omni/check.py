@@ -5,8 +5,9 @@ from __future__ import annotations
 import pathlib
 
 from omni_bus.errors import CheckpointError
+from omni_bus.stages.qwen3_omni import code2wav_config
 from omni_bus.stages.qwen3_omni.checkpoint_files import CheckpointFiles, resolve
-from omni_bus.stages.qwen3_omni.config import OmniConfig, StackConfig, parse_config, read_json
+from omni_bus.stages.qwen3_omni.config import OmniConfig, Section, StackConfig, parse_config, read_json
 
 Shape = tuple[int, ...]
 
@@ -14,11 +15,13 @@ Shape = tuple[int, ...]
 def check_checkpoint(model_path: str) -> None:
     """CheckpointError says what is missing or malformed, and what to do."""
     directory = resolve(model_path)
-    config = parse_config(read_json(directory / "config.json"))
+    fields = read_json(directory / "config.json")
+    config = parse_config(fields)
+    code2wav = code2wav_config.parse(Section(fields).section("code2wav_config"))
     _check_tokenizer(directory)
     files = CheckpointFiles(directory)
     shapes = {entry.name: entry.shape for entry in files.entries()}
-    for name, shape in _expected(config).items():
+    for name, shape in {**_expected(config), **code2wav_config.expected_shapes(code2wav)}.items():
         if name not in shapes:
             raise CheckpointError(f"the checkpoint lacks tensor {name!r} that its config.json calls for; fetch all its shards")
         if shapes[name] != shape:

@@ -70,3 +70,24 @@ def parse(section: Section) -> Code2WavConfig:
         if not good:
             raise CheckpointError(f"config.json: {section.path}{rule}")
     return config
+
+
+def expected_shapes(config: Code2WavConfig) -> dict[str, tuple[int, ...]]:
+    """Tensors of the checkpoint that show whether every part of Code2Wav is there in the shape that its configuration says."""
+    hidden, width, blocks = config.hidden_size, config.decoder_dim, len(config.upsample_rates)
+    layers = range(config.num_layers)
+    return {
+        "code2wav.code_embedding.weight": (config.codebook_size * config.num_quantizers, hidden),
+        **{
+            f"code2wav.pre_transformer.layers.{n}.self_attn.q_proj.weight": (config.num_heads * config.head_dim, hidden)
+            for n in layers
+        },
+        **{f"code2wav.pre_transformer.layers.{n}.mlp.up_proj.weight": (config.intermediate_size, hidden) for n in layers},
+        **{f"code2wav.upsample.{n}.0.conv.weight": (hidden, hidden, ratio) for n, ratio in enumerate(config.upsampling_ratios)},
+        "code2wav.decoder.0.conv.weight": (width, hidden, 7),
+        **{
+            f"code2wav.decoder.{n + 1}.block.1.conv.weight": (width >> n, width >> (n + 1), 2 * rate)
+            for n, rate in enumerate(config.upsample_rates)
+        },
+        f"code2wav.decoder.{blocks + 2}.conv.weight": (1, width >> blocks, 7),
+    }

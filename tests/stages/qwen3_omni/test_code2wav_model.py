@@ -16,6 +16,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from omni_bus.errors import CheckpointError
 from omni_bus.stages.qwen3_omni import code2wav_config, fixture, fixture_config
+from omni_bus.stages.qwen3_omni.check import check_checkpoint
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.code2wav_layers import Rows
 from omni_bus.stages.qwen3_omni.code2wav_model import PREFIX, Code2Wav, to_pcm16
@@ -190,6 +191,27 @@ def test_the_real_configuration_has_the_parameters_of_transformers(tmp_path: pat
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == shapes
     assert parsed(config).frame_samples == 1920
+
+
+@pytest.mark.parametrize("make", [fixture_config.full, lambda token_id: fixture_config.tiny(token_id, vocab_size=64)])
+def test_the_shapes_that_a_check_looks_for_are_those_of_the_model(make: Any) -> None:
+    config = make(lambda token: 1)
+    shapes = {spec.name: spec.shape for spec in tensor_specs(config)}
+    expected = code2wav_config.expected_shapes(parsed(config))
+    assert len(expected) > 10 and expected.items() <= shapes.items()
+
+
+@pytest.mark.parametrize(
+    "change", [{"decoder_dim": 32}, {"sliding_window": 0}, {"num_hidden_layers": 4}, {"upsample_rates": [8, 5, 4, 2]}]
+)
+def test_a_check_finds_what_does_not_fit_code2wav(tmp_path: pathlib.Path, change: dict[str, Any]) -> None:
+    fixture.write(tmp_path, "tiny", 0, lambda fraction, text: None)
+    check_checkpoint(str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["code2wav_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="code2wav"):
+        check_checkpoint(str(tmp_path))
 
 
 def test_both_spellings_of_the_configuration_are_read() -> None:
