@@ -66,6 +66,7 @@ class Broker:
         self._pump.close()
         self._monitor_pump.close()
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._monitor.close()  # terminating the context waits for it
         self._socket.close()
         self._context.term()

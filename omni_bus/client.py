@@ -161,8 +161,10 @@ class BusClient:
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # credits bound what is under way
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._monitor_pump = Pump(self._loop, monitor, self._on_connection)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._monitor_pump = Pump(self._loop, self._monitor, self._on_connection)
         self._pump = Pump(self._loop, self._socket, self._on_message)
         self._socket.connect(endpoint)
 
@@ -227,6 +229,7 @@ class BusClient:
         self._pump.close()
         self._monitor_pump.close()
         self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close()
 
     @property
