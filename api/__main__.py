@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import pathlib
 import signal
@@ -34,6 +35,8 @@ async def serve(run_dir: RunDir) -> None:
     app = create_app(deployment, pipeline, connect)
     runner = create_runner(app)
     await runner.setup()
+    gc.collect()
+    gc.freeze()  # what lives for good need not be walked by later collections: they hold the loop
     try:
         api = deployment.api
         await web.TCPSite(runner, api.host, api.port, reuse_port=api.processes > 1).start()

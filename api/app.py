@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pathlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ from omni_bus.api.auth import API_KEYS, ApiKeys, require_key
 from omni_bus.api.bus import Bus
 from omni_bus.api.cors import add_cors_headers, preflight
 from omni_bus.api.errors_render import render_errors
-from omni_bus.api.keys import BUS, CONFIG, FETCHER, LAG, METRICS, MODEL, THREADS
+from omni_bus.api.intake import Intake
+from omni_bus.api.keys import BUS, CONFIG, FETCHER, INTAKE, LAG, METRICS, MODEL, THREADS
 from omni_bus.api.loop_lag import LoopLag
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
@@ -36,6 +36,7 @@ def create_app(deployment: Deployment, pipeline: PipelineSpec, connect: Callable
     app[CONFIG] = deployment.api
     app[MODEL] = ServedModel.of(deployment, pipeline)
     app[METRICS] = metrics
+    app[INTAKE] = Intake(deployment.api.max_body_mb * 2**20)
     app[LAG] = LoopLag(metrics.lagged, lambda: metrics.in_flight)
     if deployment.api.api_keys_file:
         app[API_KEYS] = ApiKeys.read(pathlib.Path(deployment.api.api_keys_file))
@@ -53,8 +54,6 @@ def create_app(deployment: Deployment, pipeline: PipelineSpec, connect: Callable
         app[BUS] = await connect()
         app[THREADS] = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="media")
         app[FETCHER] = MediaFetcher(deployment.api)
-        gc.collect()
-        gc.freeze()  # what lives for good need not be walked by later collections: they hold the loop
         app[LAG].start()
 
     async def stop(app: web.Application) -> None:

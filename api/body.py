@@ -6,14 +6,15 @@ import asyncio
 
 from aiohttp import web
 
+from omni_bus.api.intake import IntakeShare
 from omni_bus.api.keys import CONFIG
 from omni_bus.errors import DeadlineExceeded, InvalidRequest, TooLarge
 
 READ_S = 60.0  # for a client to send its body
 
 
-async def read_json_body(request: web.Request) -> bytearray:
-    """The bytes, not yet parsed. Raises InvalidRequest (400), TooLarge (413) or DeadlineExceeded (408)."""
+async def read_json_body(request: web.Request, share: IntakeShare) -> bytearray:
+    """The bytes, not yet parsed. Raises InvalidRequest (400), TooLarge (413), DeadlineExceeded (408) or Overloaded (503)."""
     if request.content_type != "application/json" and not request.content_type.endswith("+json"):
         raise InvalidRequest("send the body as JSON, with Content-Type: application/json")
     if request.headers.get("Content-Encoding", "identity") != "identity":
@@ -26,6 +27,7 @@ async def read_json_body(request: web.Request) -> bytearray:
     try:
         async with asyncio.timeout(READ_S):
             async for piece in request.content.iter_any():
+                share.add(len(piece))
                 body += piece
                 if len(body) > limit:
                     raise too_large

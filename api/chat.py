@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import time
 
 from aiohttp import web
@@ -12,7 +14,8 @@ from omni_bus.api.bus import RequestStream
 from omni_bus.api.chat_answer import whole_answer
 from omni_bus.api.chat_request import ChatRequest, parse_chat
 from omni_bus.api.chat_stream import ChunkRenderer, drop_reader, sse_response, stream_answer
-from omni_bus.api.keys import ARRIVAL, BUS, FETCHER, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
+from omni_bus.api.intake import IntakeShare
+from omni_bus.api.keys import ARRIVAL, BUS, FETCHER, INTAKE, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
 from omni_bus.api.media import THREAD_ABOVE, load_media
 from omni_bus.api.request_context import seconds_left, until
 from omni_bus.api.timing import AnswerTiming
@@ -25,9 +28,32 @@ GRACE_S = (
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    chat = await _read(request)
+    with request.app[INTAKE].share() as share:
+        chat, stream = await _submit(request, await _read(request, share), share)
+    try:
+        return await _answer(request, chat, stream)
+    except asyncio.CancelledError:
+        request.app[METRICS].cancels.inc()
+        raise
+    finally:
+        with contextlib.suppress(TimeoutError):  # the broker sees to it; an answer does not wait for stages that hang
+            async with asyncio.timeout(GRACE_S):
+                await stream.cancel()  # nothing to do for one that has ended
+
+
+async def _read(request: web.Request, share: IntakeShare) -> ChatRequest:
+    body = await read_json_body(request, share)
+    timeout = request.headers.get("X-Request-Timeout")
+    if len(body) <= THREAD_ABOVE:
+        return parse_chat(body, request.app[MODEL], timeout)
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(request.app[THREADS], parse_chat, body, request.app[MODEL], timeout)
+
+
+async def _submit(request: web.Request, chat: ChatRequest, share: IntakeShare) -> tuple[ChatRequest, RequestStream]:
+    """The request on its way, and what its answer still needs of it: not the messages and media."""
     async with until(request, chat.deadline_s):
-        tensors = await load_media(chat.media, request.app[FETCHER], request.app[THREADS])
+        tensors = await load_media(chat.media, request.app[FETCHER], request.app[THREADS], share)
     left = seconds_left(request, chat.deadline_s)
     if left <= 0:
         raise DeadlineExceeded("the request's time was over before its media were read")
@@ -35,22 +61,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     stream = await request.app[BUS].submit(
         options=chat.options, payload=ChatInput(chat.messages), tensors=tensors, deadline_s=left, label=label
     )
-    try:
-        return await _answer(request, chat, stream)
-    except asyncio.CancelledError:
-        request.app[METRICS].cancels.inc()
-        raise
-    finally:
-        await stream.cancel()  # nothing to do for one that has ended
-
-
-async def _read(request: web.Request) -> ChatRequest:
-    body = await read_json_body(request)
-    timeout = request.headers.get("X-Request-Timeout")
-    if len(body) <= THREAD_ABOVE:
-        return parse_chat(body, request.app[MODEL], timeout)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(request.app[THREADS], parse_chat, body, request.app[MODEL], timeout)
+    return dataclasses.replace(chat, messages=(), media=()), stream
 
 
 async def _answer(request: web.Request, chat: ChatRequest, stream: RequestStream) -> web.StreamResponse:

@@ -80,7 +80,8 @@ def _voice(chat: ChatBody, modalities: tuple[str, ...], model: ServedModel) -> s
         return None
     by_folded = {name.casefold(): name for name in model.voices}
     if voice.casefold() not in by_folded:
-        raise ModelRefused(f"this model has no such voice; it has {', '.join(model.voices)}", param="audio.voice")
+        offered = ", ".join(model.voices) or "none to choose from: leave audio.voice out"
+        raise ModelRefused(f"this model has no such voice; it has {offered}", param="audio.voice")
     return by_folded[voice.casefold()]
 
 

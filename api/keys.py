@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from aiohttp import web
 
 from omni_bus.api.bus import Bus
+from omni_bus.api.intake import Intake
 from omni_bus.api.loop_lag import LoopLag
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
@@ -19,6 +20,7 @@ METRICS = web.AppKey("metrics", Metrics)
 BUS: web.AppKey[Bus] = web.AppKey("bus")
 LAG = web.AppKey("lag", LoopLag)
 THREADS = web.AppKey("threads", ThreadPoolExecutor)
+INTAKE = web.AppKey("intake", Intake)
 FETCHER = web.AppKey("fetcher", MediaFetcher)
 
 REQUEST_ID = web.RequestKey("request_id", str)  # ours: also the label at the broker and the X-Request-Id of the answer

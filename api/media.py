@@ -14,6 +14,7 @@ from typing import Literal
 from urllib.parse import unquote_to_bytes
 
 from omni_bus.api.audio_decode import MAX_SECONDS, SAMPLE_RATE, AudioFormat, decode_audio
+from omni_bus.api.intake import IntakeShare
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.errors import InvalidRequest
 from omni_bus.wire import HostTensor
@@ -49,30 +50,41 @@ class MediaSource:
             raise InvalidRequest(f"{param} must be a data URL or an http(s) URL", param=param)
         return cls(kind=kind, url=url, param=param)
 
+    @property
+    def remote(self) -> bool:
+        return bool(self.url) and self.url[:5].lower() != "data:"
 
-async def load_media(sources: Sequence[MediaSource], fetcher: MediaFetcher, threads: Executor) -> dict[str, HostTensor]:
+
+async def load_media(
+    sources: Sequence[MediaSource], fetcher: MediaFetcher, threads: Executor, share: IntakeShare
+) -> dict[str, HostTensor]:
     """Tensors "media0", "media1", … in the order of `sources`; one after the other, so that one request holds one thread.
 
-    Raises InvalidRequest (bad base64, refused or dead URL), TooLarge, UndecodableMedia, each naming the request field.
+    Raises InvalidRequest (bad base64, refused or dead URL), TooLarge, UndecodableMedia, each naming the request field, or Overloaded.
     """
     tensors: dict[str, HostTensor] = {}
     seconds = MAX_SECONDS
+    fetchable = fetcher.max_bytes  # by one request, over all its URLs
     for index, source in enumerate(sources):
-        content = await _content(source, fetcher, threads)
+        if source.remote:
+            content: bytes | bytearray = await fetcher.fetch(source.url, source.param, fetchable)
+            fetchable -= len(content)
+        else:
+            content = await _given_content(source, threads)
+        share.add(len(content))
         if source.kind != "audio":
             tensors[f"media{index}"] = HostTensor("uint8", (len(content),), content)
             continue
         loop = asyncio.get_running_loop()
         samples = await loop.run_in_executor(threads, decode_audio, content, source.pcm16, source.param, seconds)
+        share.add(len(samples))
         count = len(samples) // 4
         seconds -= count / SAMPLE_RATE
         tensors[f"media{index}"] = HostTensor("float32", (count,), samples)
     return tensors
 
 
-async def _content(source: MediaSource, fetcher: MediaFetcher, threads: Executor) -> bytes | bytearray:
-    if source.url and source.url[:5].lower() != "data:":
-        return await fetcher.fetch(source.url, source.param)
+async def _given_content(source: MediaSource, threads: Executor) -> bytes | bytearray:
     decode, data = (data_url_content, source.url) if source.url else (base64_content, source.base64)
     if len(data) <= THREAD_ABOVE:
         return decode(data, source.param)

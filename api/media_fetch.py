@@ -70,15 +70,15 @@ class MediaFetcher:
     def __init__(self, config: ApiConfig) -> None:
         self._hosts = frozenset(host.casefold() for host in config.media_hosts)
         self._allow_private = config.allow_private_media
-        self._max_bytes = config.max_body_mb * 2**20
+        self.max_bytes = config.max_body_mb * 2**20
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, url: str, param: str) -> bytearray:
-        """The content. Raises MediaRefused, MediaUnreachable or TooLarge, with `param` as the field and no address in the message."""
+    async def fetch(self, url: str, param: str, limit: int | None = None) -> bytearray:
+        """The content, up to `limit` bytes (None: as large as a body may be). Raises MediaRefused, MediaUnreachable or TooLarge, with `param` as the field and no address in the message."""
         try:
             address = URL(url)
         except ValueError:
@@ -87,7 +87,7 @@ class MediaFetcher:
             async with asyncio.timeout(TOTAL_S):
                 for _ in range(MAX_REDIRECTS + 1):
                     self._check(address, param)
-                    content_or_next = await self._get(address, param)
+                    content_or_next = await self._get(address, param, self.max_bytes if limit is None else limit)
                     if isinstance(content_or_next, bytearray):
                         return content_or_next
                     address = content_or_next
@@ -110,7 +110,7 @@ class MediaFetcher:
         if not self._allow_private and _is_literal(host) and not is_public(ipaddress.ip_address(host.partition("%")[0])):
             raise MediaRefused(f"{param}: its host is unknown or not on the public internet", param=param)
 
-    async def _get(self, address: URL, param: str) -> bytearray | URL:
+    async def _get(self, address: URL, param: str, limit: int) -> bytearray | URL:
         """The content, or where a redirect points."""
         headers = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "omni-bus"}
         try:
@@ -122,8 +122,8 @@ class MediaFetcher:
                 content = bytearray()
                 async for piece in answer.content.iter_any():
                     content += piece
-                    if len(content) > self._max_bytes:
-                        raise TooLarge(f"{param}: larger than {self._max_bytes // 2**20} MiB", param=param)
+                    if len(content) > limit:
+                        raise TooLarge(f"{param}: one request may fetch up to {self.max_bytes // 2**20} MiB", param=param)
         except aiohttp.ClientConnectorDNSError:
             # One message for both: otherwise a client could ask which names exist inside.
             raise MediaRefused(f"{param}: its host is unknown or not on the public internet", param=param) from None

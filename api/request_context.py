@@ -62,6 +62,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     for name, value in _SECURITY_HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
+    response.headers["Server"] = "omni-bus"  # and not the versions of what it runs on
 
 
 def seconds_left(request: web.Request, deadline_s: float) -> float:

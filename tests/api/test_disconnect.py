@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from omni_bus.api import chat
-from tests.support.scripted_bus import FOREVER, GOOD, audio, text
+from tests.support.scripted_bus import FOREVER, GOOD, ScriptedStream, audio, text
 
 LIMIT_S = 0.1
 
@@ -125,6 +125,20 @@ async def test_a_bus_that_misses_the_deadline_does_not_hold_the_client(
     status, answer = await server.chat(stream=stream, timeout=0.1)
     assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
     assert server.bus.streams[0].cancelled.is_set()
+
+
+async def test_a_bus_that_never_acknowledges_a_cancel_does_not_hold_the_answer(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(stream: ScriptedStream) -> None:
+        stream.cancelled.set()
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(chat, "GRACE_S", 0.05)
+    monkeypatch.setattr(ScriptedStream, "cancel", never)
+    server.bus.script = (FOREVER,)
+    status, answer = await server.chat(timeout=0.1)
+    assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
 
 
 async def test_an_upload_that_stops_is_given_up(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

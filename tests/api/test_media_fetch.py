@@ -211,7 +211,7 @@ async def test_fetching(private_fetcher: MediaFetcher, host: str) -> None:
         ("empty", MediaUnreachable, "sent nothing"),
         ("redirect-9", MediaUnreachable, "more than 3 redirects"),
         ("to-file", MediaRefused, "only data, http"),
-        ("huge", TooLarge, "larger than 1 MiB"),
+        ("huge", TooLarge, "up to 1 MiB"),
     ],
 )
 async def test_hosts_that_misbehave(
