@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class BlockManager:
-    """Hands out blocks 1 … total; block 0 is the cache's null block."""
+    """Hands out blocks 1 … total; block 0 is the cache's null block. The block used last is handed out first, and of a freed row
+    its first block, so that blocks no row ever filled stay untouched memory."""
 
     def __init__(self, total: int, block_size: int) -> None:
         assert total > 0 and block_size > 0
         self.total = total
         self.block_size = block_size
-        self._free = deque(range(1, total + 1))
+        self._free = list(range(total, 0, -1))
         self._used: set[int] = set()
 
     @property
@@ -28,7 +27,7 @@ class BlockManager:
 
     def allocate(self, count: int) -> list[int]:
         assert self.can_allocate(count)
-        blocks = [self._free.popleft() for _ in range(count)]
+        blocks = [self._free.pop() for _ in range(count)]
         self._used.update(blocks)
         return blocks
 
@@ -36,5 +35,5 @@ class BlockManager:
         """Take back `blocks`, and empty the list."""
         assert self._used.issuperset(blocks), "a block that nobody holds"
         self._used.difference_update(blocks)
-        self._free.extend(blocks)
+        self._free.extend(reversed(blocks))
         blocks.clear()

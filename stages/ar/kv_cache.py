@@ -21,8 +21,10 @@ class KVCache:
         self.device = torch.device(device)
         self._offsets = torch.arange(block_size)
         shape = (config.layers, (blocks + 1) * block_size, config.kv_heads, config.head_dim)
-        self._keys = torch.zeros(shape, dtype=dtype, device=device)
-        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._keys = torch.empty(shape, dtype=dtype, device=device)  # pages are touched when a block is first written
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+        for cache in (self._keys, self._values):
+            cache[:, :block_size] = 0
 
     @staticmethod
     def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -29,6 +29,17 @@ def test_no_block_has_two_holders_and_none_is_lost():
         assert manager.can_allocate(40 - manager.used) and not manager.can_allocate(41 - manager.used)
 
 
+def test_blocks_that_were_never_filled_stay_so():
+    manager = BlockManager(1000, 16)
+    filled = set()
+    for _ in range(200):
+        first, second = manager.allocate(300), manager.allocate(300)
+        filled |= {*first[:2], *second[:2]}  # of each reservation only the beginning is written
+        manager.free(first)
+        manager.free(second)
+    assert len(filled) == 4
+
+
 def test_freeing_a_block_twice_is_an_error():
     manager = BlockManager(4, 16)
     blocks = manager.allocate(2)
