@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 
 from bench.spoken import QUESTION, Answer, ask, spoken
+from omni_bus.process import die_with_parent
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.toml"
@@ -37,15 +38,15 @@ def free_port(wanted: int) -> int:
 
 
 class Server:
-    """`omni-bus up` as a child process. Its output passes through; `address` is set once it serves."""
+    """`omni-bus up` as a child process. Its progress passes through; `address` is where it serves."""
 
     def __init__(self, config: pathlib.Path, port: int, *settings: str) -> None:
-        command = [sys.executable, "-m", "omni_bus.cli", "up", str(config), "--port", str(port)]
+        command = [sys.executable, "-m", "omni_bus", "up", str(config), "--port", str(port)]
         for setting in settings:
             command += ["--set", setting]
-        # A session of its own: Ctrl-C reaches the server through `stop` alone, so that it gets one signal and not two.
+        # A session of its own: Ctrl-C reaches the server through `stop` alone, as one signal and not two.
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=die_with_parent
         )
         self.address = self._until_ready()
         self._echo = threading.Thread(target=self._copy, daemon=True)

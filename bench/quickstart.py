@@ -16,6 +16,7 @@ import sys
 from bench.demo import free_port, serving
 from bench.spoken import QUESTION, ask, spoken
 
+MAX_TOKENS = 48  # of an answer: what comes after its first clause does not change the figures
 SPOKEN = (QUESTION, "Please tell me a short story about a cat.", "Who are you?", "What is the weather like in winter?")
 
 
@@ -50,7 +51,7 @@ def main() -> int:
     with serving(free_port(0), *arguments.set) as server:
         ask(server.address, questions[QUESTION])
         for text, wav in questions.items():
-            turns = [ask(server.address, wav) for _ in range(arguments.runs)]
+            turns = [ask(server.address, wav, max_tokens=MAX_TOKENS) for _ in range(arguments.runs)]
             audio = [turn.first_audio_s for turn in turns if turn.first_audio_s is not None]
             if len(audio) != len(turns):
                 print(f"{text!r}: {len(turns) - len(audio)} of {len(turns)} turns brought no audio", file=sys.stderr)

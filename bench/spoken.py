@@ -103,6 +103,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
     if "error" in event:
         raise RuntimeError(f"the server failed: {event['error']['message']}")
+    answer.heard = f"{answer.heard} {event.get('input_transcript') or ''}".strip()
     for choice in event["choices"]:
         delta = choice["delta"]
         if text := delta.get("content"):
@@ -114,4 +115,3 @@ def _add(answer: Answer, event: dict[str, Any], now: float) -> None:
             answer.pcm += base64.b64decode(data)
             if answer.first_audio_s is None:
                 answer.first_audio_s = now
-        answer.heard += delta.get("input_transcript") or ""
