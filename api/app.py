@@ -13,6 +13,7 @@ from omni_bus.api.auth import API_KEYS, ApiKeys, require_key
 from omni_bus.api.bus import Bus
 from omni_bus.api.cors import add_cors_headers, preflight
 from omni_bus.api.errors_render import render_errors
+from omni_bus.api.http_log import http_log
 from omni_bus.api.intake import Intake
 from omni_bus.api.keys import BUS, CONFIG, FETCHER, INTAKE, LAG, METRICS, MODEL, THREADS
 from omni_bus.api.loop_lag import LoopLag
@@ -71,4 +72,11 @@ def create_app(deployment: Deployment, pipeline: PipelineSpec, connect: Callable
 
 def create_runner(app: web.Application) -> web.AppRunner:
     """A client that goes away cancels its handler, whatever that is waiting for. Compressed bodies are not unpacked, but refused."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=SHUTDOWN_S)
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        logger=http_log,
+        shutdown_timeout=SHUTDOWN_S,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -163,3 +164,21 @@ async def test_access_log_has_no_prompt_and_no_key(start: Any, key_file: str, ca
     (line,) = [record.getMessage() for record in caplog.records if record.name == "omni_bus.api.access"]
     assert line.startswith("POST /v1/chat/completions 200 ") and ours in line and line.endswith("label7")
     assert not any(secret in caplog.text for secret in ("my secret", "sk-first", "hush"))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-first\x01\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-first" + b"a" * 20_000 + b"\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5 sk-first\r\n\r\n",
+        b"sk-first\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_is_refused_and_not_logged(server: Any, caplog: pytest.LogCaptureFixture, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    writer.write(sent)
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    assert "sk-first" not in caplog.text and "Traceback" not in caplog.text
+    assert (await server.chat())[0] == 200
