@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11+ and the package registry: each sets up .venv first.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ONCE ?=
