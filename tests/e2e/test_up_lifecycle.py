@@ -14,7 +14,6 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
 from tests.support.running_server import Server, eventually, free_port, running, started
@@ -142,12 +141,12 @@ def test_a_killed_supervisor_leaves_no_orphan_and_the_next_one_sweeps(serve: Cal
     eventually(lambda: server.segments() != [], 10, "shared memory is in use")
     tag, run_dir = server.tag, server.run_dir
     # One that cannot end in order leaves its segments behind, as a crash does.
-    server.processes()["source.0"].suspend()
+    source = server.processes()["source.0"]
+    source.suspend()
     server.process.kill()
     server.process.wait()
-    source = next(process for process in server.seen.values() if process.status() == psutil.STATUS_STOPPED)
     source.kill()
-    eventually(lambda: not [process for process in server.seen.values() if process.is_running()], 5, "its children end")
+    eventually(lambda: not server.living(), 5, "its children end")
     assert run_dir.exists()
     second = serve("probe.toml", run_base=server.run_base)
     assert not run_dir.exists()
@@ -159,7 +158,7 @@ def test_a_supervisor_killed_while_workers_still_import_leaves_no_orphan() -> No
     with started("probe.toml") as server:
         eventually(lambda: "api.0" in server.processes(), 20, "all were started")
         server.process.kill()
-        eventually(lambda: not [process for process in server.seen.values() if process.is_running()], 5, "its children end")
+        eventually(lambda: not server.living(), 5, "its children end")
 
 
 def broken_torch(directory: pathlib.Path, statement: str) -> dict[str, str]:

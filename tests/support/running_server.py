@@ -76,6 +76,10 @@ class Server:
                 found[_role(child.cmdline())] = child
         return found
 
+    def living(self) -> list[psutil.Process]:
+        """Of the children ever seen, those that run; a dead one that nobody has waited for does not."""
+        return [child for child in self.seen.values() if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
     def segments(self) -> list[str]:
         return sorted(entry.name for entry in SHM.glob(f"omnibus-{self.tag}-*"))
 
@@ -134,8 +138,7 @@ class Server:
         assert not list(self.run_base.glob("omni-bus-*")) or code != 0
 
     def assert_nothing_left(self, tag: str) -> None:
-        left = [process for process in self.seen.values() if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        assert not left, f"still running: {left}"
+        assert not self.living(), f"still running: {self.living()}"
         assert not list(SHM.glob(f"omnibus-{tag}-*"))
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the port is still served"
