@@ -32,9 +32,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         chat, stream = await _submit(request, await _read(request, share), share)
     try:
         return await _answer(request, chat, stream)
-    except asyncio.CancelledError:
-        request.app[METRICS].cancels.inc()
-        raise
     finally:
         with contextlib.suppress(TimeoutError):  # the broker sees to it; an answer does not wait for stages that hang
             async with asyncio.timeout(GRACE_S):

@@ -14,10 +14,10 @@ from omni_bus.api.bus import Item, RequestStream
 from omni_bus.api.chat_request import ChatRequest
 from omni_bus.api.chat_usage import openai_usage
 from omni_bus.api.errors_render import error_body, internal_error
-from omni_bus.api.keys import GONE, METRICS, REQUEST_ID
+from omni_bus.api.keys import METRICS, OUTCOME, REQUEST_ID
 from omni_bus.api.timing import AnswerTiming
 from omni_bus.api.wav import wav_header
-from omni_bus.errors import DeadlineExceeded, OmniBusError
+from omni_bus.errors import Cancelled, DeadlineExceeded, OmniBusError
 from omni_bus.payloads import AudioDelta, InputTranscript, TextDelta
 
 log = logging.getLogger("omni_bus.api")
@@ -119,8 +119,7 @@ async def stream_answer(
         timing.ended()
         await response.write(renderer.finish(stream.usage, text_stage))
     except ConnectionError:
-        request[GONE] = True
-        request.app[METRICS].cancels.inc()
+        request[OUTCOME] = Cancelled.status
     except OmniBusError as error:
         await _fail(request, response, error)
     except Exception:
@@ -129,13 +128,14 @@ async def stream_answer(
 
 
 async def _fail(request: web.Request, response: web.StreamResponse, error: OmniBusError) -> None:
+    request[OUTCOME] = error.status
     request.app[METRICS].failed(error.code)
     await response.write(event(error_body(error)) + DONE)
 
 
 def drop_reader(request: web.Request) -> None:
     """Past its deadline, a reader that has not taken what it was sent would not take an error either: close on it."""
-    request[GONE] = True
+    request[OUTCOME] = DeadlineExceeded.status
     request.app[METRICS].failed(DeadlineExceeded.code)
     if request.transport is not None:
         request.transport.abort()

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from omni_bus.api.http_errors import MethodNotAllowed
 from omni_bus.api.keys import METRICS, REQUEST_ID
-from omni_bus.errors import DeadlineExceeded, NotFound, OmniBusError, TooLarge
+from omni_bus.errors import Cancelled, DeadlineExceeded, NotFound, OmniBusError, TooLarge
 
 log = logging.getLogger("omni_bus.api")
 
@@ -80,7 +80,7 @@ async def render_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except TimeoutError:
         refused = DeadlineExceeded("the request ran past its deadline")
     except ConnectionError:
-        return web.Response(status=499)  # the client is gone: nobody reads this
+        return web.Response(status=Cancelled.status)  # the client is gone: nobody reads this
     except Exception:
         log.exception("request %s failed inside the server", request[REQUEST_ID])
         refused = internal_error()

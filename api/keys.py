@@ -26,4 +26,4 @@ FETCHER = web.AppKey("fetcher", MediaFetcher)
 REQUEST_ID = web.RequestKey("request_id", str)  # ours: also the label at the broker and the X-Request-Id of the answer
 LABEL = web.RequestKey("label", str)  # what the client calls it, for the log only
 ARRIVAL = web.RequestKey("arrival", float)  # time.monotonic()
-GONE = web.RequestKey("gone", bool)  # there once a streamed answer has lost its reader
+OUTCOME = web.RequestKey("outcome", int)  # of a streamed answer that ended badly: the status it would have had

@@ -11,7 +11,8 @@ import time
 from aiohttp import web
 
 from omni_bus.api.errors_render import Handler
-from omni_bus.api.keys import ARRIVAL, GONE, LABEL, LAG, METRICS, REQUEST_ID
+from omni_bus.api.keys import ARRIVAL, LABEL, LAG, METRICS, OUTCOME, REQUEST_ID
+from omni_bus.errors import Cancelled
 
 access = logging.getLogger("omni_bus.api.access")
 
@@ -34,13 +35,15 @@ async def in_context(request: web.Request, handler: Handler) -> web.StreamRespon
     request[LABEL] = _NOT_LABEL.sub("", request.headers.get("X-Request-Id", ""))[:64]
     metrics.in_flight += 1
     request.app[LAG].wake()
-    status = 499  # unless an answer says otherwise, the client went away
+    status = Cancelled.status  # unless an answer says otherwise, the client went away
     try:
         response = await handler(request)
-        status = 499 if GONE in request else response.status
+        status = request.get(OUTCOME, response.status)
         return response
     finally:
         metrics.in_flight -= 1
+        if status == Cancelled.status:
+            metrics.cancels.inc()
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unmatched"
         metrics.answered(route, status)

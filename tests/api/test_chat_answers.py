@@ -91,6 +91,7 @@ async def test_failure_in_mid_stream_is_an_event(server: Any) -> None:
     *_, last = await events(server)
     assert last == {"error": {"message": "stage talker failed", "type": "server_error", "param": None, "code": "stage_failed"}}
     assert await server.metric('omni_bus_failures_total{code="stage_failed"}') == 1
+    assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="500"}') == 1
 
 
 async def test_a_fault_of_the_api_in_mid_stream_tells_nothing(server: Any) -> None:

@@ -113,6 +113,7 @@ async def test_a_reader_that_never_reads_is_dropped_after_its_deadline(server: A
         await stream.cancelled.wait()
     assert await server.metric('omni_bus_failures_total{code="deadline_exceeded"}') == 1
     assert await server.metric("omni_bus_cancels_total") == 0
+    assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="408"}') == 1
     writer.transport.abort()
 
 
