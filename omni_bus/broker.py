@@ -32,6 +32,7 @@ class Broker:
         self._orchestrator = Orchestrator(pipeline, deployment, log=log, now=time.monotonic())
         self._timer: asyncio.TimerHandle | None = None
         self._arming: asyncio.Handle | None = None
+        self._clock_version = -1
         self._probe: asyncio.TimerHandle | None = None
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._stop_asked = False
@@ -106,7 +107,9 @@ class Broker:
                 waiting.extend(self._orchestrator.unreachable(peer, time.monotonic()))
         if self._orchestrator.stopped and self._stop_asked and not self._stopped.done():
             self._stopped.set_result(None)
-        if self._arming is None:
+        version = self._orchestrator.clock_version
+        if self._arming is None and (self._timer is None or version != self._clock_version):
+            self._clock_version = version
             self._arming = self._loop.call_soon(self._arm)
 
     def _arm(self) -> None:

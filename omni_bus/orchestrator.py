@@ -7,6 +7,7 @@ outside any request hurts itself only: a worker is taken as lost, a client's req
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -43,6 +44,7 @@ class Orchestrator:
         self._binder = Binder(pipeline, deployment, self.registry)
         self.lifecycle = Lifecycle(pipeline, deployment, self._binder, self._send, log)
         self._changed = False  # a replica's state, since the watchers were last told
+        self._clock_changes = 0
         self._stop_at: float | None = None
         self._cut_off = False  # the grace of a stop is over
         self.stopped = False  # every peer has been sent Shutdown
@@ -95,7 +97,12 @@ class Orchestrator:
     def next_tick(self) -> float | None:
         """When `tick` next has something to do, if nothing else happens."""
         times = (self.lifecycle.table.next_alarm(), self.registry.silent_at(self._lost_after_s), self._stop_at)
-        return min((time for time in times if time is not None), default=None)
+        return min((time for time in times if time is not None and time < math.inf), default=None)
+
+    @property
+    def clock_version(self) -> int:
+        """Changes whenever `next_tick` may have become earlier."""
+        return self.lifecycle.table.alarms_set + self._clock_changes
 
     def stop(self, grace_s: float, now: float) -> list[Message]:
         """Refuse new requests, give the running ones `grace_s` seconds, fail the rest, then send Shutdown to all."""
@@ -236,6 +243,8 @@ class Orchestrator:
             self._log(f"a stranger broke the protocol: {error.message}")
 
     def _stop(self, grace_s: float, now: float) -> None:
+        if self.stopped:
+            return
         if self._stop_at is not None:
             self._stop_at = min(self._stop_at, now + grace_s)
             return
@@ -249,12 +258,14 @@ class Orchestrator:
     def _advance_stop(self, now: float) -> None:
         if self._stop_at is None or self.stopped:
             return
+        self._clock_changes += 1
         if now >= self._stop_at and not self._cut_off:
             self._cut_off = True
             self._stop_at = now + ACKNOWLEDGE_S
             self.lifecycle.fail_all(ShuttingDown("the server is shutting down"), now)
         if len(self.lifecycle.table) == 0 or (self._cut_off and now >= self._stop_at):
             self.stopped = True
+            self._stop_at = math.inf
             peers = [worker.peer for worker in self.registry if worker.attached]
             for peer in (*peers, *self._clients):
                 self._send(peer, events.Shutdown(), ())
@@ -280,6 +291,7 @@ class Orchestrator:
         self._advance_stop(now)
         if self._changed:
             self._changed = False
+            self._clock_changes += 1
             for peer, client in self._clients.items():
                 if client.watch is not None:
                     self._send(peer, self._status(client.watch, now), ())

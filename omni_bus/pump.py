@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import zmq
 
@@ -51,19 +52,20 @@ class Pump:
     def _drain(self) -> None:
         self._again = None
         self._draining = True
-        empty = False
+        more = True  # a full batch, or an exception out of the callback: the rest still waits, and no signal will say so
         try:
             for _ in range(BATCH):
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
-                    empty = True
+                    more = False
                     return
                 self._on_message(frames)
-                if self._socket.closed:
-                    empty = True
+                # Asking is cheaper than a recv that fails, and it too arms the signal for what comes next.
+                if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                    more = False
                     return
         finally:
             self._draining = False
-            if not empty:  # a full batch, or an exception out of the callback: the rest still waits, and no signal will say so
+            if more:
                 self._look_again()

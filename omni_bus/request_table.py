@@ -17,6 +17,7 @@ class RequestTable:
         self._by_ticket: dict[bytes, dict[int, Request]] = {}
         self._alarms: list[tuple[float, int]] = []
         self._kept_bytes = 0
+        self.alarms_set = 0  # in all, so that a timer need not be looked at while none is added
         self.ended: collections.Counter[str] = collections.Counter()
 
     def __len__(self) -> int:
@@ -86,6 +87,7 @@ class RequestTable:
 
     def set_alarm(self, request: Request, when: float) -> None:
         request.alarm = when
+        self.alarms_set += 1
         heapq.heappush(self._alarms, (when, request.id))
         if len(self._alarms) > 64 + 2 * len(self._by_id):  # what ended long before its deadline must not pile up
             self._alarms = [alarm for alarm in self._alarms if self._is_live(*alarm)]

@@ -507,8 +507,10 @@ def test_a_stop_refuses_what_is_new_waits_for_what_runs_and_tells_all() -> None:
     < c completed 1 source
     """
         + shutdown
+        + "> boss stop 0"
     )
     assert bus.orchestrator.stopped
+    assert bus.orchestrator.next_tick() > bus.now, "nothing is left to do for the clock"
 
 
 def test_a_stop_fails_what_outlives_its_grace_and_does_not_wait_for_ever() -> None:
