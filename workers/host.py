@@ -210,11 +210,6 @@ class StageHost:
             held=len(self._rows) + self._outgoing.held,
         )
 
-    @property
-    def requests(self) -> int:
-        """Requests that the broker has opened here and not yet ended."""
-        return len(self._rows)
-
     # ---- inside
 
     def _accept(self, row: _Row, event: events.Chunk, frames: Sequence[Frame]) -> contract.Chunk:

@@ -35,7 +35,6 @@ class Worker:
         self._send = send
         self._outgoing = Outgoing(connectors, send)
         self._hosts: dict[str, StageHost] = {}
-        self._draining = False
         self._shut_down = False
         self._target = {edge.name: edge.target for edge in pipeline.edges}
         self._source = {edge.name: edge.source for edge in pipeline.edges}
@@ -84,7 +83,7 @@ class Worker:
 
     @property
     def leaving(self) -> bool:
-        return self._shut_down or (self._draining and not any(host.requests for host in self._hosts.values()))
+        return self._shut_down
 
     def message(self, frames: list[bytes]) -> None:
         """One message of the broker. What cannot be read, or names nothing that is here, is logged: it fails no request we know."""
@@ -134,7 +133,7 @@ class Worker:
             case events.Cancel():
                 self._host(event.stage).cancel(event)
             case events.Drain():
-                self._draining = True
+                pass  # what is open goes on; the broker sends Shutdown once it has ended
             case events.Shutdown():
                 self._shut_down = True
 
