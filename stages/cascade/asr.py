@@ -11,7 +11,7 @@ import numpy
 import torch
 from faster_whisper import WhisperModel
 
-from omni_bus.errors import ModelRefused, ProtocolViolation, StageFailed
+from omni_bus.errors import ModelRefused, ProtocolViolation, StageFailed, UndecodableMedia
 from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart
 from omni_bus.stages.cascade.packages import package_file
 from omni_bus.stages.cascade.payloads import Prompt, Turn
@@ -113,6 +113,8 @@ class AsrStage:
         if part.kind != "audio":
             raise ModelRefused(f"this model takes text and audio, not {part.kind}", param="messages")
         audio = chunk.tensors[f"media{part.index}"].numpy()
+        if not numpy.isfinite(audio).all():  # a float WAV may hold anything, and Whisper hears words in it
+            raise UndecodableMedia("the audio holds samples that are not numbers", param="messages")
         job.samples += len(audio)
         heard = _Part("", windows(audio))
         job.unheard.append(heard)

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from omni_bus.errors import ModelRefused
+from omni_bus.errors import ModelRefused, UndecodableMedia
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart
 from omni_bus.stages.cascade.payloads import Prompt
@@ -117,6 +117,15 @@ def test_an_image_is_refused(asr: Driver) -> None:
     picture = ChatInput((user(MediaPart("image", 0)),))
     with pytest.raises(ModelRefused, match="image"):
         asr.stage.feed(request, chunk("client->asr", picture, media0=torch.zeros(4, dtype=torch.uint8)))
+    asr.stage.cancel(request)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_audio_that_holds_no_numbers_is_refused(asr: Driver, value: float) -> None:
+    request = asr.open()
+    sound = torch.zeros(16_000).index_fill(0, torch.tensor([77]), value)
+    with pytest.raises(UndecodableMedia):
+        asr.stage.feed(request, chunk("client->asr", ChatInput((user(audio(0)),)), media0=sound))
     asr.stage.cancel(request)
 
 
