@@ -28,7 +28,7 @@ from omni_bus.stages.contract import (
 )
 
 DELTA = SAMPLE_RATE // 2  # samples of one chunk at most: 24 kB, small enough to travel inside its event
-QUIET = 0.004  # amplitude below which the ends of a clause count as silence
+QUIET = 0.001  # amplitude below which the ends of a clause count as silence; the model's own silence is at 0.00001
 LEAD_IN = SAMPLE_RATE // 50
 PAUSE = {",": 0.12, ";": 0.2, ":": 0.2, ".": 0.35, "!": 0.35, "?": 0.35, "…": 0.4}  # seconds behind a clause that ends so
 NO_PAUSE = 0.03
