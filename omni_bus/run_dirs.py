@@ -9,13 +9,23 @@ import pathlib
 import shutil
 
 from omni_bus.deployment import RunDir
+from omni_bus.errors import ConfigError
 
+SOCKET_PATH_BYTES = 107  # sockaddr_un's limit, less the byte that ends it
 _LOCK = "lock"
 
 
 def create_run_dir() -> RunDir:
-    """A run directory that is locked until this process ends."""
-    run_dir = RunDir.create()
+    """A run directory that is locked until this process ends. Raises ConfigError where there is no place for one."""
+    try:
+        run_dir = RunDir.create()
+    except OSError as error:
+        advice = "set XDG_RUNTIME_DIR, or TMPDIR, to a directory that this user may write to"
+        raise ConfigError(f"no run directory can be made: {error.filename}: {error.strerror}; {advice}") from None
+    if len(run_dir.broker.removeprefix("ipc://").encode()) > SOCKET_PATH_BYTES:
+        run_dir.path.rmdir()
+        parent = run_dir.path.parent
+        raise ConfigError(f"{parent} is too long a path for the broker's socket; set XDG_RUNTIME_DIR to a shorter one")
     descriptor = os.open(run_dir.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return run_dir

@@ -123,6 +123,9 @@ class Supervisor:
                 child.ready = True
                 if child.incarnation > 1:
                     self._progress.say(f"omni-bus: {child.name} is ready again")
+            if "lost" in states and child.alive and child.ready and not self._stopping:
+                # It lives and has not been heard for `bus.lost_after_s`: the broker has given it up, so nothing will come of it.
+                child.send_signal(signal.SIGKILL)
         self._stages_ready = status.ready
         self._announce()
 

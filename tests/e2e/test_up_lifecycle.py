@@ -135,6 +135,16 @@ def test_a_killed_broker_is_started_again_with_all_that_hung_on_it(robust: Serve
     assert all_new()
 
 
+def test_a_worker_that_hangs_is_killed_and_started_again(serve: Callable[..., Server]) -> None:
+    server = serve("probe.toml", sets=[*ONE_PROCESS, "bus.heartbeat_s=0.5", "bus.lost_after_s=3"])
+    hung = server.processes()["all.0"]
+    hung.suspend()
+    eventually(lambda: "all.0 ended (SIGKILL)" in server.stderr, 20, "it is killed")
+    eventually(lambda: "all.0 is ready again" in server.stderr and server.ready(), 30, "it is back")
+    assert server.processes()["all.0"].pid != hung.pid
+    assert server.answer("well again", audio=True).split() == ["well", "again"]
+
+
 def test_a_killed_supervisor_leaves_no_orphan_and_the_next_one_sweeps(serve: Callable[..., Server]) -> None:
     server = serve("probe.toml", sets=[*FAULTS, LARGE])
     in_background(lambda: server.chat("a b !hang:sink", audio=True))
