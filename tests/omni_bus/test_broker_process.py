@@ -17,7 +17,7 @@ import zmq
 from omni_bus import events, wire
 from omni_bus.client import BusClient, ClientStream
 from omni_bus.deployment import BusConfig, RunDir
-from omni_bus.errors import Cancelled, OmniBusError, ReplicaLost, ShuttingDown
+from omni_bus.errors import Cancelled, OmniBusError, ReplicaLost, SequenceDuplicate, SequenceGap, ShuttingDown
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, Message, TextDelta, TextPart
 from omni_bus.spec import load_pipeline
@@ -153,6 +153,21 @@ async def test_streamed_input_waits_for_credit(client: BusClient, worker: Script
     assert (await worker.hear(events.Chunk, seq=4)).last
     finish(worker, request)
     assert await read(stream) == ["end"]
+
+
+@pytest.mark.parametrize(("seqs", "kind"), [((1,), SequenceGap), ((0, 0), SequenceDuplicate), ((0, 2), SequenceGap)], ids=str)
+async def test_a_gap_or_a_duplicate_fails_the_request_by_its_name(
+    client: BusClient, worker: ScriptedWorker, seqs: tuple[int, ...], kind: type[OmniBusError]
+) -> None:
+    stream = await submit(client)
+    request = (await worker.hear(events.Open)).request
+    for seq in seqs:
+        worker.say(events.Chunk(request, OUT, seq, False), text("x"))
+    with pytest.raises(kind):
+        await read(stream)
+    await worker.hear(events.Cancel, request=request)
+    worker.say(events.Cancelled(request, "source"))
+    await serves(client, worker)
 
 
 # ---- cancel

@@ -86,6 +86,43 @@ def test_what_stages_send_until_they_hear_of_the_cancel_goes_nowhere() -> None:
     )
 
 
+def test_what_a_client_sends_until_its_cancel_is_acknowledged_goes_nowhere() -> None:
+    Bus().run(
+        """
+    > c submit 1 text more
+    < source.0 open 1 source
+    < source.0 chunk 1 client->source 0
+    > source.0 chunk 1 source->client 0
+    < c delta 1 source->client 0
+    > c cancel 1
+    < source.0 cancel 1 source
+    > c credit 1 source->client 1
+    > c append 1 1 last
+    > source.0 cancelled 1 source
+    < c cancelled 1
+    """
+    )
+
+
+def test_credit_that_a_stage_gives_after_it_is_done_is_not_given_twice() -> None:
+    Bus().run(
+        OPEN
+        + """
+    > source.0 chunk 1 source->relay 0
+    < relay.0 chunk 1 source->relay 0
+    > relay.0 chunk 1 relay->sink 0 last
+    < sink.0 chunk 1 relay->sink 0 last
+    > relay.0 done 1 relay
+    < source.0 consumed 1 source->relay 1
+    > relay.0 consumed 1 source->relay 1
+    > c cancel 1
+    """
+        + CANCEL
+        + LET_GO
+        + "< c cancelled 1"
+    )
+
+
 def test_a_second_failure_is_not_told() -> None:
     bus = Bus()
     bus.run(
@@ -578,6 +615,24 @@ def test_stages_of_one_process_are_bound_in_one_process() -> None:
     < all.0 open 1 source
     < all.0 open 1 relay
     < all.0 open 1 sink
+    < all.0 chunk 1 client->source 0 last
+    > c submit 2 audio
+    < all.1 open 2 source
+    < all.1 open 2 relay
+    < all.1 open 2 sink
+    < all.1 chunk 2 client->source 0 last
+    """,
+        empty=False,
+    )
+
+
+def test_of_equally_loaded_replicas_the_one_in_a_process_chosen_already_is_bound() -> None:
+    """The text request makes source busier in the first process, so that source is bound in the second, and the others with it."""
+    bus = Bus(deployment(process="all", replicas=dict.fromkeys(STAGES, 2)))
+    bus.run(
+        """
+    > c submit 1 text
+    < all.0 open 1 source
     < all.0 chunk 1 client->source 0 last
     > c submit 2 audio
     < all.1 open 2 source
