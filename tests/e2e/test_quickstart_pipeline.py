@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import io
 import json
 import pathlib
@@ -82,6 +83,18 @@ def test_the_same_question_gets_the_same_samples(address: str, question: bytes) 
     first, again, other = (ask(address, question, seed=seed) for seed in (1, 1, 2))
     assert (first.text, first.pcm) == (again.text, again.pcm)
     assert first.text == other.text and first.pcm != other.pcm
+
+
+def test_questions_at_the_same_time_keep_apart(address: str, question: bytes) -> None:
+    from bench.spoken import ask
+
+    other = "Name three colors."
+    alone = ask(address, other, max_tokens=24)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        spoken = [pool.submit(ask, address, question) for _ in range(2)]
+        typed = [pool.submit(ask, address, other, max_tokens=24) for _ in range(2)]
+    assert all("Paris" in turn.result().text and turn.result().heard and turn.result().pcm for turn in spoken)
+    assert [(turn.result().text, turn.result().pcm) for turn in typed] == [(alone.text, alone.pcm)] * 2
 
 
 def test_text_alone_brings_no_audio(address: str) -> None:
