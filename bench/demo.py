@@ -99,7 +99,7 @@ def show(answer: Answer, out: pathlib.Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--once", action="store_true", help="stop the server after its turn")
     parser.add_argument("--port", type=int, default=8091)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("reply.wav"), help="where the spoken answer goes")

@@ -41,12 +41,13 @@ def machine() -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.quickstart", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20, help="turns for each question")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of `omni-bus up`")
     parser.add_argument("--out", type=pathlib.Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     questions = {text: spoken(text) for text in SPOKEN}
+    load = round(os.getloadavg()[0], 2)
     rows = []
     with serving(free_port(0), *arguments.set) as server:
         ask(server.address, questions[QUESTION])
@@ -75,7 +76,7 @@ def main() -> int:
     result = {
         "benchmark": "quickstart: end of input to first audio, over HTTP on the same machine",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine(),
+        "machine": machine() | {"load_average_before": load},
         "settings": arguments.set,
         "runs": arguments.runs,
         "rows": rows,
