@@ -83,8 +83,11 @@ class ProcessorStage:
         self._jobs[request.id] = _Job(request)
 
     def feed(self, request_id: int, chunk: Chunk) -> None:
-        job = self._jobs[request_id]
+        job = self._jobs.get(request_id)
+        if job is None:
+            return  # it has left already
         if job.chunk is not None or not chunk.last:
+            del self._jobs[request_id]
             raise InvalidRequest("this model takes the whole conversation at once; input cannot be appended")
         job.chunk = chunk
         self._ready.append(request_id)
@@ -200,7 +203,9 @@ class Processor:
         if not samples:
             return (), {}
         if any(len(audio) < MIN_AUDIO_SAMPLES for audio in samples):
-            raise UndecodableMedia("an audio is shorter than 25 ms")
+            raise UndecodableMedia("an audio is shorter than 25 ms", param="messages")
+        if not all(np.isfinite(audio).all() for audio in samples):  # a float WAV may hold anything
+            raise UndecodableMedia("an audio holds samples that are not numbers", param="messages")
         mel = self.mel(
             samples,
             sampling_rate=AUDIO_RATE,

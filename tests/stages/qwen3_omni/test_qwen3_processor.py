@@ -14,6 +14,7 @@ from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, TooLarge
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart
 from omni_bus.spec import load_pipeline
+from omni_bus.stages.contract import Chunk
 from omni_bus.stages.media import VideoInfo, decode_image, decode_video
 from omni_bus.stages.qwen3_omni.config import read_config
 from omni_bus.stages.qwen3_omni.processor import Processor
@@ -116,6 +117,7 @@ REFUSED: list[tuple[str, ChatInput, dict[str, torch.Tensor], type[OmniBusError]]
     ("image in answer", say(MediaPart("image", 0), role="assistant"), {"media0": IMAGE_TENSOR}, ModelRefused),
     ("media not sent", say(MediaPart("audio", 0)), {}, InvalidRequest),
     ("audio of 1 ms", say(MediaPart("audio", 0)), {"media0": torch.zeros(16)}, UndecodableMedia),
+    ("audio of no numbers", say(MediaPart("audio", 0)), {"media0": torch.full((1600,), torch.nan)}, UndecodableMedia),
     ("no image", say(MediaPart("image", 0)), {"media0": tensor_of(b"not an image")}, UndecodableMedia),
     ("half an image", say(MediaPart("image", 0)), {"media0": IMAGE_TENSOR[: len(IMAGE_TENSOR) // 2]}, UndecodableMedia),
     ("no video", say(MediaPart("video", 0)), {"media0": tensor_of(b"\0" * 4000)}, UndecodableMedia),
@@ -223,16 +225,31 @@ def test_prompt_at_the_models_limit(omni_checkpoint: pathlib.Path, processor: Pr
         processor.prepare(say(TextPart("a" * (limit - frame))), {})
 
 
-def test_second_chunk_and_text_only_edges(omni_pipeline: StagePipeline) -> None:
-    """Input cannot be appended, and a request without speech gets nothing for the Talker."""
-    trace = omni_pipeline.submit(9000, *CASES["text"].chat(), options=RequestOptions())
+def test_input_cannot_be_appended(omni_pipeline: StagePipeline) -> None:
+    omni_pipeline.submit(9000, *CASES["text"].chat(), options=RequestOptions())
     stage = omni_pipeline.stages["processor"]
     with pytest.raises(InvalidRequest):
-        from omni_bus.stages.contract import Chunk
-
         stage.feed(9000, Chunk("client->processor", CASES["text"].chat()[0], {}, True))
+    assert not stage.has_work(), "what is refused is dropped"
+    omni_pipeline.cancel(9000)
+
+
+def test_a_request_without_speech_gets_nothing_for_the_talker(omni_pipeline: StagePipeline) -> None:
+    trace = omni_pipeline.submit(9001, *CASES["text"].chat(), options=RequestOptions())
     omni_pipeline.run()
     assert "processor->talker" not in trace.chunks and trace.closed("thinker->client")
+
+
+def test_a_paused_request_waits_and_the_others_go_on(omni_pipeline: StagePipeline) -> None:
+    stage = omni_pipeline.stages["processor"]
+    waiting = omni_pipeline.submit(9002, *CASES["text"].chat(), options=RequestOptions())
+    stage.pause(9002)
+    other = omni_pipeline.submit(9003, *CASES["text"].chat(), options=RequestOptions())
+    omni_pipeline.run()
+    assert other.closed("thinker->client") and not waiting.usage
+    stage.resume(9002)
+    omni_pipeline.run()
+    assert waiting.closed("thinker->client")
 
 
 def test_spec_names_voices_with_transformers_default_first(omni_checkpoint: pathlib.Path) -> None:
