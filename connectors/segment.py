@@ -3,9 +3,9 @@
     segment   16 bytes of segment header: magic, the segment's nonce; then slots
     slot      16 bytes of slot header: generation (0 = returned), nonce; then the bytes of a tensor; 64-byte aligned
 
-The owner zeroes a slot's generation before the room is handed out again. A reader copies the bytes out and looks at the header
-before and after: whatever happened in between, either the header still has the ref's generation and the copy is whole, or the
-ref is stale. The nonce is random for each segment, so that no tensor's bytes can pass for a header.
+The owner zeroes a slot's generation when it is returned, and sets the next one when the new bytes are whole. A reader copies
+the bytes out and looks at the header before and after: whatever happened in between, either the header still has the ref's
+generation and the copy is whole, or the ref is stale. The nonce is random for each segment, so that no tensor's bytes can pass for a header.
 
 Plain files of /dev/shm in place of multiprocessing.SharedMemory: its resource tracker unlinks what others still use.
 """
@@ -72,9 +72,10 @@ class OwnedSegment:
             return None
         header = ALIGNMENT + start
         self._generation += 1
-        _SLOT.pack_into(self._map, header, self._generation, self._nonce)
         offset = header + _SLOT.size
+        _SLOT.pack_into(self._map, header, 0, self._nonce)
         np.frombuffer(self._map, np.uint8, len(data), offset)[:] = data
+        _SLOT.pack_into(self._map, header, self._generation, self._nonce)
         return offset, self._generation
 
     def free(self, offset: int, generation: int) -> None:

@@ -41,8 +41,9 @@ for line in sys.stdin:
         answer = connector.used
     elif command == "churn":  # write to the same slot again and again, as fast as can be
         print("started", flush=True)
-        for value in range(int(rest)):
-            ref = connector.put("x", torch.full((50_000,), value, dtype=torch.int32), [])
+        tensors = [torch.full((200_000,), value, dtype=torch.int32) for value in range(4)]
+        for number in range(int(rest)):
+            ref = connector.put("x", tensors[number % 4], [])
             connector.release(ref)
         answer = connector.used
     print(msgspec.json.encode(answer).decode(), flush=True)
@@ -119,11 +120,11 @@ def test_tensors_come_in_order_slots_are_reused_and_a_full_pool_says_so(sender: 
 
 def test_a_reader_of_a_slot_under_reuse_sees_one_value_or_stale(sender: Sender, receiver: ShmConnector) -> None:
     """The sender rewrites one slot without pause; the reader asks for whatever generation it has that moment."""
-    first = sender.put(50_000)
+    first = sender.put(200_000)
     assert first is not None
     sender.release(first)
     segment = (SHM / first.segment).open("rb", buffering=0)
-    sender.tell("churn 3000")
+    sender.tell("churn 8000")
     assert sender.answer() == "started\n"
     whole = stale = 0
     while not select.select([sender.process.stdout], [], [], 0)[0]:
