@@ -78,7 +78,10 @@ def load_deployment(
     if pipeline is not None and deployment is not None:
         for path, text in placement_problems(deployment, pipeline, _smaller(file)):
             checker.report(path, text, weight=1)
-        checker.model(pipeline, deployment.model.path)
+        # A hub id may have to be fetched: not for a deployment that is refused anyway.
+        checkpoint = deployment.model.path
+        if not (checker.problems and checkpoint) or pathlib.Path(checkpoint).exists():
+            checker.model(pipeline, checkpoint)
     if checker.problems:
         raise ConfigError("\n".join(dict.fromkeys(text for *_, text in sorted(checker.problems, key=lambda found: found[:2]))))
     assert deployment is not None

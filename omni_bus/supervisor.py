@@ -162,7 +162,8 @@ class Supervisor:
     def _give_up(self, child: Child, code: int) -> None:
         self._progress.close()
         if code == USER_ERROR:
-            self._progress.say("\n".join(child.last_lines(1)) or f"omni-bus: {child.name} refused the configuration")
+            [reason] = child.last_lines(1) or [f"{child.name} refused the configuration"]
+            self._progress.say(f"omni-bus: {reason}")
             self._end(USER_ERROR)
             return
         for line in child.last_lines(LAST_LINES):

@@ -15,7 +15,6 @@ from omni_bus.spec import PipelineSpec, load_pipeline
 
 NAME = "check"
 EPILOG = deployment_arguments.EPILOG
-GIB = 1 << 30
 
 arguments = deployment_arguments.add
 
@@ -38,7 +37,7 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
     yield f"model     {deployment.model_name}  (pipeline {pipeline.name}, {deployment.model.path or 'brings its own models'})"
     yield f"api       http://{api.host}:{api.port}, {api.processes} process{'es' if api.processes > 1 else ''}, {keys}"
     yield from (
-        f"gpu       cuda:{index}  {device.name}, {device.memory / GIB:.1f} GiB" for index, device in _named_gpus(deployment)
+        f"gpu       cuda:{index}  {device.name}, {bytes_text(device.memory)}" for index, device in _named_gpus(deployment)
     )
     yield ""
     rows = [("stage", "worker", "device", "dtype", "threads", "batch", "weights")]
@@ -46,7 +45,7 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
         index = int(worker.rpartition(".")[2])
         for name in stages:
             stage = deployment.stages[name]
-            size = f"{weights[name] / GIB:.2f} GiB" if name in weights else "-"
+            size = bytes_text(weights[name]) if name in weights else "-"
             device = stage.devices[index % len(stage.devices)]
             rows.append((name, worker, device, stage.dtype, str(stage.threads), str(stage.max_batch), size))
     yield from table(rows)
@@ -69,9 +68,13 @@ def too_large(deployment: Deployment, weights: dict[str, int]) -> Iterator[str]:
     for device, size in needed.items():
         if size > capacity(device):
             yield (
-                f"will not fit: the weights on {device} take {size / GIB:.1f} GiB of its {capacity(device) / GIB:.1f} GiB; "
+                f"will not fit: the weights on {device} take {bytes_text(size)}, and it has {bytes_text(capacity(device))}; "
                 "spread the stages over more devices, or take a smaller dtype"
             )
+
+
+def bytes_text(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

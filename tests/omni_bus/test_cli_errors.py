@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import socket
@@ -133,6 +134,36 @@ def test_check_prints_the_plan(capfd: pytest.CaptureFixture[str]) -> None:
     assert ["source", "front.0", "cpu", "float32"] in [line[:4] for line in said]
     assert ["sink", "sink.1", "cpu", "float32"] in [line[:4] for line in said]
     assert ["source->relay", "local", "64"] in said
+
+
+def checkpoint(directory: pathlib.Path, **tensors: tuple[str, list[int]]) -> None:
+    """The header of a safetensors file; nobody reads further."""
+    directory.mkdir()
+    header = json.dumps(
+        {name.replace("_", "."): {"dtype": kind, "shape": shape} for name, (kind, shape) in tensors.items()}
+    ).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_check_knows_the_weights_of_a_stage(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    checkpoint(
+        tmp_path / "model",
+        source_a=("BF16", [1024, 1024]),
+        source_b=("I64", [131072]),
+        sink_a=("F32", [1024, 512]),
+        x_a=("F32", [9]),
+    )
+    assert outcome(["check", "good.toml", "--set", "model.path=model", "--set", "stages.sink.dtype=bfloat16"]) == 0
+    weights = {line[0]: " ".join(line[6:]) for line in map(str.split, capfd.readouterr().out.splitlines()) if len(line) > 6}
+    assert (weights["source"], weights["relay"], weights["sink"]) == ("5.0 MiB", "-", "1.0 MiB")
+
+
+def test_check_says_what_will_not_fit(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "model", source_a=("F32", [1 << 20, 1 << 20]))
+    assert outcome(["check", "good.toml", "--set", "model.path=model", "--set", "stages.source.replicas=2"]) == 2
+    said = capfd.readouterr()
+    assert said.err.startswith("omni-bus: will not fit: the weights on cpu take 8192.0 GiB, and it has ")
+    assert "source.1" in said.out
 
 
 def test_the_version() -> None:

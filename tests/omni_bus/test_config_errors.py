@@ -157,3 +157,10 @@ def test_the_smaller_deployment_is_named_where_a_device_is_missing(tmp_path: pat
     file.write_text(PROBE + '[stages.sink]\ndevices = ["cuda:99"]\n')
     (tmp_path / "big_tiny.toml").write_text(PROBE)
     assert f"use {tmp_path / 'big_tiny.toml'} or --set" in refusal(file)
+
+
+def test_a_hub_is_not_asked_for_a_deployment_that_is_refused_anyway(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "big.toml"
+    file.write_text('[model]\npipeline = "qwen3_omni"\npath = "nobody/nothing"\n[stages.thinker]\ndevices = ["cuda:99"]\n')
+    [only] = refusal(file).splitlines()
+    assert "wants cuda:99" in only
