@@ -20,6 +20,7 @@ from omni_bus.spec import PipelineSpec
 
 MAX_FRAME = 2**30  # bytes; a peer that sends more is disconnected
 PROBE_S = 0.02  # after a connection closed: by then the socket knows its peer no more
+MAX_SLEEP_S = 3600.0  # a deadline may lie farther off than the loop can count
 LINGER_MS = 500  # for the last events of a broker that stops
 
 
@@ -118,7 +119,7 @@ class Broker:
         due = self._orchestrator.next_tick()
         if due is None:
             return
-        delay = max(0.0, due - time.monotonic()) + 0.001  # the loop's clock counts milliseconds
+        delay = min(max(0.0, due - time.monotonic()), MAX_SLEEP_S) + 0.001  # the loop's clock counts milliseconds
         if self._timer is not None:
             if self._timer.when() <= self._loop.time() + delay:
                 return

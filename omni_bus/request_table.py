@@ -31,7 +31,6 @@ class RequestTable:
         self.set_alarm(request, request.deadline)
 
     def remove(self, request: Request) -> None:
-        self.forget_input(request)
         del self._by_id[request.id]
 
     def get(self, number: int) -> Request | None:

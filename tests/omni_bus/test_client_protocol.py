@@ -12,6 +12,7 @@ import zmq
 from omni_bus import events, wire
 from omni_bus.client import BusClient, ClientStream
 from omni_bus.errors import (
+    Cancelled,
     DeadlineExceeded,
     ErrorInfo,
     OmniBusError,
@@ -121,6 +122,26 @@ async def test_output_that_came_before_a_failure_is_read_first(client: BusClient
     with pytest.raises(DeadlineExceeded, match="too late") as caught:
         await anext(items)
     assert caught.value.status == 408
+
+
+async def test_nothing_is_read_of_a_stream_that_was_cancelled(client: BusClient, broker: FakeBroker) -> None:
+    stream, ticket = await submit(client, broker)
+    broker.delta(ticket, 0)
+    items = aiter(stream)
+    assert (await anext(items)).payload == TextDelta("0")
+    broker.delta(ticket, 1)
+    status = asyncio.ensure_future(client.status())
+    query = await broker.hear()
+    assert isinstance(query, events.StatusQuery)
+    broker.say(events.Status(query=query.query, pipeline="", ready=True, missing=(), replicas=(), requests={}, ended={}))
+    await status  # by now the second chunk lies in the client
+    cancelling = asyncio.ensure_future(stream.cancel())
+    assert await broker.hear() == events.CancelRequest(ticket)
+    broker.delta(ticket, 2)
+    broker.say(events.RequestCancelled(ticket))
+    await cancelling
+    with pytest.raises(Cancelled):
+        await anext(items)
 
 
 @pytest.mark.parametrize("frames", [(b"\xc1",), (b"\x93\x01",)], ids=["noise", "another_type"])

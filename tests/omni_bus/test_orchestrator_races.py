@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from omni_bus import events
+from omni_bus import events, request_table
 from omni_bus.deployment import BusConfig, EdgeConfig
 from omni_bus.events import StageReplica
 from tests.support.bus_script import STAGES, Bus, deployment
@@ -659,6 +659,40 @@ def test_nothing_is_kept_of_requests_that_ended_long_before_their_deadline() -> 
         )
         assert len(table._alarms) <= 70
     bus.check_empty()
+
+
+def test_input_beyond_the_bound_over_all_requests_cannot_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests of seven bytes each where ten may be kept: the first runs again, the second does not."""
+    monkeypatch.setattr(request_table, "KEPT_BYTES", 10)
+    bus = Bus(deployment(replicas={"source": 2}))
+    bus.run(
+        """
+    > c submit 1 text
+    < source.0 open 1 source
+    < source.0 chunk 1 client->source 0 last
+    > c submit 2 text
+    < source.1 open 2 source
+    < source.1 chunk 2 client->source 0 last
+    > boss exited source.1
+    < c failed 2 replica_lost
+    > boss exited source.0
+    > c cancel 1
+    < c cancelled 1
+    """
+    )
+
+
+def test_an_attached_worker_is_forgotten_when_it_is_lost_and_one_of_the_deployment_is_not() -> None:
+    bus = Bus()
+    register = events.Register(worker="extra", pid=1, host="h", boot="b", replicas=(StageReplica("source", "cpu", 4),))
+    bus.handle("extra", register)
+    assert len(bus.orchestrator.registry.statuses()) == 4
+    bus.run("> boss exited extra\n> boss exited sink.0")
+    assert [(r.worker, r.state) for r in bus.orchestrator.registry.statuses()] == [
+        ("source.0", "ready"),
+        ("relay.0", "ready"),
+        ("sink.0", "lost"),
+    ]
 
 
 def test_outcomes_are_counted_by_a_bounded_number_of_codes() -> None:

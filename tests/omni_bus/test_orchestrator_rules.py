@@ -507,7 +507,7 @@ def test_a_stop_refuses_what_is_new_waits_for_what_runs_and_tells_all() -> None:
     < c completed 1 source
     """
         + shutdown
-        + "> boss stop 0"
+        + "> boss stop 0\n> tick 3"
     )
     assert bus.orchestrator.stopped
     assert bus.orchestrator.next_tick() > bus.now, "nothing is left to do for the clock"
