@@ -38,6 +38,7 @@ from omni_bus.spec import load_pipeline
 
 PIPELINE = load_pipeline("probe")
 OUT_EDGE, IN_EDGE = "source->client", "client->source"
+BARE, BOTH = "bare ZeroMQ round trip, two asyncio processes", "hop, both directions"
 WARM_UP = 200  # samples left out
 
 
@@ -184,10 +185,10 @@ async def measure(run_dir: RunDir, broker: int, count: int, interval_ms: int) ->
         "machine": machine(),
         "samples": count,
         "interval_ms": interval_ms,
-        "bare ZeroMQ round trip, two asyncio processes": figures(bare),
+        BARE: figures(bare),
         "hop worker → broker → client": figures(outward),
         "hop client → broker → worker": figures(inward),
-        "hop, both directions": figures(both),
+        BOTH: figures(both),
         "broker_cpu_us_per_chunk": round(used / (2 * samples) * 1e6, 1),
     }
 
@@ -230,6 +231,12 @@ def table(result: dict[str, object]) -> str:
     return "\n".join(lines)
 
 
+def ratio(result: dict[str, object]) -> float:
+    hop, bare = result[BOTH], result[BARE]
+    assert isinstance(hop, dict) and isinstance(bare, dict)
+    return float(hop["p50_ms"]) / float(bare["p50_ms"])
+
+
 def report(result: dict[str, object]) -> str:
     facts = result["machine"]
     assert isinstance(facts, dict)
@@ -243,6 +250,7 @@ def report(result: dict[str, object]) -> str:
             "",
             table(result),
             "",
+            f"Hop to bare round trip, p50: {ratio(result):.2f}.",
             f"Broker CPU per chunk, its credit included: {result['broker_cpu_us_per_chunk']} µs.",
             "",
         )

@@ -46,6 +46,8 @@ class Server:
 
     def close(self) -> None:
         for worker in self.workers.values():
+            worker.process.terminate()
+        for worker in self.workers.values():
             worker.stop()
         self.broker.kill()
         for worker in self.workers.values():
