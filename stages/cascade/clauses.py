@@ -13,6 +13,7 @@ SENTENCE_ENDS = ".!?…"
 SOFT_ENDS = ",;:—"
 CLOSING = "\"'”’)]*_"
 MIN_SOFT = 12  # characters before a cut at softer punctuation
+MIN_SOFT_FIRST = 3  # the same for the first clause: the listener hears something at once
 MIN_RUN = 32  # characters that a cut before a conjunction leaves in front
 LONG_RUN = 72  # a run without punctuation is cut from here on, before its last conjunction
 MAX_RUN = 160  # and here at its last space, wherever that is
@@ -28,6 +29,7 @@ class ClauseSplitter:
 
     def __init__(self) -> None:
         self._text = ""
+        self._least = MIN_SOFT_FIRST
 
     def push(self, piece: str) -> list[str]:
         """More text; the clauses that are complete now."""
@@ -37,6 +39,7 @@ class ClauseSplitter:
             if cut:
                 clauses.append(self._text[:cut])
                 self._text = self._text[cut:]
+                self._least = MIN_SOFT
             self._text += character
         return clauses
 
@@ -53,7 +56,7 @@ class ClauseSplitter:
             return 0
         if following == "\n" or _ends_sentence(words):
             return len(text)
-        if words.rstrip(CLOSING).endswith(tuple(SOFT_ENDS)) and len(words) >= MIN_SOFT:
+        if words.rstrip(CLOSING).endswith(tuple(SOFT_ENDS)) and len(words) >= self._least:
             return len(text)
         if len(text) >= LONG_RUN:
             cuts = [found.start() for found in CONJUNCTION.finditer(text) if found.start() >= MIN_RUN]

@@ -12,7 +12,7 @@ CASES = {
     "one sentence": ["The capital of France is Paris."],
     "two sentences": ["It is Paris.", " It lies on the Seine."],
     "comma": ["Of course I can,", " what is it?"],
-    "a comma after few words waits": ["Well, yes, I can do that,", " gladly."],
+    "a comma after few words waits, the first does not": ["Well,", " yes, I can do that,", " gladly."],
     "decimal and grouped numbers": ["It costs 1,234.50 dollars,", " or 2.5 percent."],
     "time": ["The train leaves at 7:30 and 8:15."],
     "title": ["Ask Dr. Smith and Mr. Jones.", " They know."],
