@@ -83,7 +83,7 @@ def talker(randomise):
         moe_intermediate_size=24,
         shared_expert_intermediate_size=36,
         norm_topk_prob=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
     )
     model = randomise(Qwen3OmniMoeTalkerModel._from_config(config, attn_implementation="sdpa"), 4)
     ours = DecoderConfig(
@@ -96,7 +96,7 @@ def talker(randomise):
         max_positions=1024,
         rms_eps=config.rms_norm_eps,
         rope_theta=1e6,
-        mrope_section=(6, 5, 5),
+        mrope_section=(8, 4, 4),
         qk_norm=True,
     )
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "codec_embedding.weight"}

@@ -102,7 +102,8 @@ class Driver:
         stats = self.stage.stats()
         assert (stats.waiting, stats.running, stats.kv_blocks_used) == (0, 0, 0)
         assert not self.stage._rows
-        assert self.stage._scheduler is not None
+        assert self.stage._scheduler is not None and self.stage._engine is not None
+        assert not self.stage._engine.sampler._seen
         assert self.stage._scheduler.blocks.can_allocate(stats.kv_blocks_total)
 
 
@@ -287,6 +288,15 @@ def test_rows_wait_for_blocks_and_none_is_starved(tiny_llama, model):
     for number in range(7):
         assert bus.ids[number] == reference(tiny_llama, prompt(number, 10), max_new_tokens=14)
     bus.check_empty()
+
+
+def test_every_decoding_row_gets_a_token_in_every_step(model):
+    bus = driver(model)
+    for number in range(6):
+        bus.add(number, prompt(number, 4), SamplingParams(max_tokens=20, ignore_eos=True))
+    for step in range(1, 12):
+        bus.step()
+        assert [len(bus.ids[number]) for number in range(6)] == [step] * 6
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_computed(model):
