@@ -69,7 +69,6 @@ class Broker:
         self._monitor_pump.close()
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._monitor.close()  # terminating the context waits for it
         self._socket.close()
         self._context.term()
         if self._endpoint.startswith("ipc://"):  # ZeroMQ leaves the file
