@@ -33,7 +33,7 @@ from omni_bus.stages.qwen3_omni.code2wav_config import Code2WavConfig
 from omni_bus.stages.qwen3_omni.code2wav_layers import Rows
 from omni_bus.stages.qwen3_omni.code2wav_model import Code2Wav, to_pcm16
 from omni_bus.stages.qwen3_omni.code2wav_streams import ChunkRule, Stream
-from omni_bus.stages.qwen3_omni.config import Section
+from omni_bus.stages.qwen3_omni.json_fields import Section
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames
 from omni_bus.stages.qwen3_omni.spec import SAMPLE_RATE, CodecEdgeOptions
 
@@ -160,7 +160,10 @@ class Code2WavStage:
         return stream.closed and not stream.buffered and not stream.paused
 
     def _next_batch(self, now: float) -> list[tuple[int, int]]:
-        """(request id, frames) of the next step, every row with as many frames; empty = nothing can run."""
+        """(request id, frames) of the next step, every row with as many frames; empty = nothing can run.
+
+        Each row has a slot or will get one, so there are never more than `max_batch`.
+        """
         ready = []
         for request_id, stream in self._streams.items():
             if not stream.paused and (frames := self._rule.next(stream, now)):
@@ -179,8 +182,6 @@ class Code2WavStage:
                 continue
             batch.append(request_id)
             available -= stream.slot is None
-            if len(batch) == self._slots:
-                break
         return [(request_id, count) for request_id in batch]
 
     def _run(self, batch: Sequence[tuple[int, int]], out: list[Emission]) -> None:
