@@ -7,7 +7,8 @@ import pathlib
 from omni_bus.errors import CheckpointError
 from omni_bus.stages.qwen3_omni import code2wav_config
 from omni_bus.stages.qwen3_omni.checkpoint_files import CheckpointFiles, resolve
-from omni_bus.stages.qwen3_omni.config import OmniConfig, Section, StackConfig, parse_config, read_json
+from omni_bus.stages.qwen3_omni.config import OmniConfig, StackConfig, parse_config
+from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
 
 Shape = tuple[int, ...]
 

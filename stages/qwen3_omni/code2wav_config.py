@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from omni_bus.errors import CheckpointError
-from omni_bus.stages.qwen3_omni.config import Section
+from omni_bus.stages.qwen3_omni.json_fields import Section
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

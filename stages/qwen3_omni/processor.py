@@ -26,7 +26,8 @@ from omni_bus.stages.contract import (
 )
 from omni_bus.stages.media import decode_image, decode_video
 from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
-from omni_bus.stages.qwen3_omni.config import OmniConfig, Section, read_config, read_json
+from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
+from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
 from omni_bus.stages.qwen3_omni.payloads import Grid, Media, ModelInputs, TalkerPrompt
 from omni_bus.stages.qwen3_omni.prompt import PromptEncoder, expand
 from omni_bus.stages.qwen3_omni.rope_index import audio_tokens, grid_tokens

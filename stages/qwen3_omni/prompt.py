@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 
 from omni_bus.errors import CheckpointError, ModelRefused
 from omni_bus.payloads import MediaPart, Message, TextPart
-from omni_bus.stages.qwen3_omni.config import OmniConfig, read_json
+from omni_bus.stages.qwen3_omni.config import OmniConfig
+from omni_bus.stages.qwen3_omni.json_fields import read_json
 
 # Private-use characters mark where a text belongs in the rendered template; texts are put in afterwards, so they may hold them too.
 OPEN, CLOSE = "\ue0f0", "\ue0f1"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -79,6 +80,10 @@ class TalkerProgram:
         if voice.lower() not in talker.speaker_ids:
             raise ModelRefused(f"unknown voice {voice!r}{did_you_mean(voice.lower(), talker.voices)}", param="audio.voice")
         row.data = TalkerState(talker.speaker_ids[voice.lower()])
+        sampling = row.request.sampling
+        if sampling.ignore_eos:  # the end token is no code: going on past it means never to draw it
+            sampling = msgspec.structs.replace(sampling, ignore_eos=None, min_tokens=sampling.max_tokens or self.max_length)
+            row.request = dataclasses.replace(row.request, sampling=sampling)
 
     def feed(self, row: Row, chunk: Chunk) -> None:
         state = self._state(row)

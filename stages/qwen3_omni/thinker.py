@@ -90,6 +90,7 @@ class ThinkerProgram:
             row.append(Inputs(positions=positions, embeds=embeds, deepstack=deepstack))
         else:
             row.append(Inputs(positions=positions, token_ids=prompt.token_ids))
+        row.penalty_ids += prompt.token_ids
         row.close_prompt()
         row.consume(chunk.edge)
 

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from omni_bus.errors import ModelRefused
 from omni_bus.stages.media import VideoInfo
-from omni_bus.stages.qwen3_omni.config import Section
+from omni_bus.stages.qwen3_omni.json_fields import Section
 from omni_bus.stages.qwen3_omni.payloads import Grid
 
 MAX_ASPECT = 200  # longer side to shorter one, as in transformers' smart_resize

@@ -58,6 +58,17 @@ def test_talker_that_ends_at_once_gives_empty_audio(omni_pipeline: StagePipeline
     nothing_left(omni_pipeline)
 
 
+def test_talker_told_to_ignore_its_end_token_goes_on_with_codes(
+    omni_pipeline: StagePipeline, greedy: Callable[[str], Expected], reference: Reference
+) -> None:
+    eos = reference.config.talker_config.codec_eos_token_id
+    name = next(name for name in CASES if greedy(name).talker[-1] == eos and len(greedy(name).talker) < 30)
+    trace = run(omni_pipeline, name, talker_options(options(), max_tokens=36, ignore_eos=True))
+    made = frames(trace)
+    assert len(made) == 35 and max(map(max, made)) < reference.config.code2wav_config.codebook_size
+    assert made[: len(greedy(name).talker) - 1] == greedy(name).codes.T.tolist()
+
+
 def test_text_stopped_by_length_is_spoken_without_its_last_token(omni_pipeline: StagePipeline, reference: Reference) -> None:
     for max_text in (2, 3, 6):
         expected = reference.generate(CASES["text"], max_text=max_text, max_frames=12)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omni_bus.events import RequestOptions
+from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
 from tests.support.qwen3_omni import CASES, Expected, Reference, options
 from tests.support.stage_pipeline import StagePipeline, Trace
@@ -70,6 +71,33 @@ def test_sampled_talker_equals_transformers_draw_for_draw(
 ) -> None:
     expected = reference.generate(CASES[name], seed=seed, max_frames=24)
     check(run(omni_pipeline, name, options(seed=seed, max_frames=24)), expected)
+
+
+@pytest.mark.parametrize("name", ["text_system", "image_audio"])
+def test_sampled_thinker_equals_transformers_draw_for_draw(
+    name: str, omni_pipeline: StagePipeline, reference: Reference
+) -> None:
+    """The penalty sees the prompt too, as in transformers."""
+    sampling = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.3, max_tokens=24)
+    inputs = reference.inputs(CASES[name])
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            sequence = reference.model.thinker.generate(
+                **inputs,
+                do_sample=True,
+                temperature=0.8,
+                top_k=40,
+                top_p=0.9,
+                repetition_penalty=1.3,
+                max_new_tokens=24,
+                eos_token_id=reference.config.im_end_token_id,
+            )
+        request = RequestOptions(seed=seed, sampling={"thinker": sampling})
+        deltas = run(omni_pipeline, name, request).payloads("thinker->client")
+        expected = sequence[0, inputs["input_ids"].shape[1] :].tolist()
+        stopped = expected[-1] == reference.config.im_end_token_id
+        assert [token for delta in deltas for token in delta.token_ids] == (expected[:-1] if stopped else expected)
 
 
 @pytest.mark.parametrize("voice", ["chelsie", "AIDEN"])
