@@ -1,4 +1,4 @@
-"""The life of requests: admission, chunks and credits, retry, cancel, failure, the one end. No I/O, no clock.
+"""The life of requests: admission, binding, retry, cancel, failure, the one end. No I/O, no clock.
 
 A request ends once for its client and is forgotten once every stage has let go of it. What comes for it afterwards is counted
 and dropped; a tensor that comes with it is handed back to its producer.
@@ -23,13 +23,11 @@ from omni_bus.errors import (
     ReplicaLost,
     from_info,
 )
-from omni_bus.events import CLIENT
-from omni_bus.registry import Replica, ReplicaState, Worker
-from omni_bus.request import Edge, Frames, InputChunk, Request, RequestState, change_state, inline_only
+from omni_bus.flow import Flow, Send
+from omni_bus.registry import ReplicaState, Worker
+from omni_bus.request import Frames, InputChunk, Request, RequestState, change_state
 from omni_bus.request_table import RequestTable
 from omni_bus.spec import PipelineSpec
-
-Send = Callable[[bytes, events.Event, Frames], None]
 
 
 class Lifecycle:
@@ -45,7 +43,7 @@ class Lifecycle:
         self._log = log
         self._last_id = secrets.randbits(62)
         self.table = RequestTable()
-        self.edge_chunks: dict[str, int] = {edge.name: 0 for edge in pipeline.edges}
+        self.flow = Flow(pipeline, self.table, send)
         self.late = 0  # events for requests that had ended
 
     # ---- from clients
@@ -53,17 +51,17 @@ class Lifecycle:
     def submit(self, client: bytes, event: events.Submit, frames: Frames, now: float) -> None:
         """Admit a request and start it, or tell the client why not."""
         try:
-            self._admit(event, frames)
+            self._admit(event)
+            chunk = InputChunk.checked(event.refs, event.last, frames)
         except OmniBusError as error:
             self.refuse(client, event.ticket, error)
             return
         request = self._new(client, event, now, now + event.deadline_s, self._bus.retries)
         self.table.add(request)
-        chunk = InputChunk(event.refs, event.last, frames)
         if missing := self._bind(request, now):
             self._fail(request, NoReadyReplica(f"no replica of stage {missing!r} is ready"), now)
         else:
-            self._input(request, 0, chunk)
+            self.flow.input(request, 0, chunk)
 
     def refuse(self, client: bytes, ticket: int, error: OmniBusError) -> None:
         self.table.count(f"failed:{error.code}")
@@ -74,8 +72,7 @@ class Lifecycle:
         if request is None:
             return
         try:
-            inline_only(event.refs, frames)
-            self._input(request, event.seq, InputChunk(event.refs, event.last, frames))
+            self.flow.input(request, event.seq, InputChunk.checked(event.refs, event.last, frames))
         except OmniBusError as error:
             self._fail(request, error, now)
 
@@ -90,10 +87,7 @@ class Lifecycle:
         if request is None:
             return
         try:
-            edge = request.edges.get(event.edge)
-            if edge is None or edge.target != CLIENT:
-                raise ProtocolViolation("the request has no such edge to the client")
-            self._consume(request, edge, event.count)
+            self.flow.consumed_by_client(request, event)
         except ProtocolViolation as error:
             self._fail(request, error, now)
 
@@ -117,41 +111,20 @@ class Lifecycle:
     def chunk(self, worker: Worker, event: events.Chunk, frames: Frames, now: float) -> None:
         request = self._running(event.request)
         if request is None:
-            if self.table.get(event.request) is None and any(ref.connector != "inline" for ref in event.refs):
-                self._send(worker.peer, events.Consumed(event.request, event.edge, 1), ())
+            if self.table.get(event.request) is None:
+                self.flow.late_chunk(worker, event)
             return  # of a request that is letting go, the Cancel under way frees the tensors
         try:
-            edge = self._edge(request, event.edge)
-            request.replica(edge.source, worker)
-            if not frames:
-                raise ProtocolViolation(f"a chunk of {edge.name} came without a payload")
-            edge.accept(event.seq, event.last)
-            if edge.target == CLIENT:
-                inline_only(event.refs, frames)
+            self.flow.chunk(request, worker, event, frames, now)
         except OmniBusError as error:
             self._blame(request, worker, error, now)
-            return
-        self.edge_chunks[edge.name] += 1
-        if edge.target == CLIENT:
-            assert request.client is not None, "a running request has its client"
-            if request.first_output is None:
-                request.first_output = now
-                self.table.forget_input(request)
-            self._send(request.client, events.Delta(request.ticket, edge.name, event.seq, event.last, event.refs), frames)
-        elif edge.target in request.done:
-            self._consume(request, edge, 1)
-        else:
-            self._send(request.bindings[edge.target].worker.peer, event, frames)
 
     def consumed(self, worker: Worker, event: events.Consumed, now: float) -> None:
         request = self._running(event.request)
         if request is None:
             return
         try:
-            edge = self._edge(request, event.edge)
-            request.replica(edge.target, worker)
-            if edge.target not in request.done:
-                self._consume(request, edge, event.count)
+            self.flow.consumed(request, worker, event)
         except OmniBusError as error:
             self._blame(request, worker, error, now)
 
@@ -173,9 +146,7 @@ class Lifecycle:
         replica.outstanding -= 1
         request.done.add(stage)
         request.usage[stage] = event.usage
-        for edge in request.inputs(stage):
-            if edge.unconsumed:
-                self._consume(request, edge, edge.unconsumed)
+        self.flow.hand_back_unread(request, stage)
         if len(request.done) == len(request.stages):
             self._complete(request, now)
 
@@ -227,7 +198,7 @@ class Lifecycle:
         """Start what waits, after a replica became ready."""
         for request in self.table.queued():
             if self._bind(request, now) is None:
-                self._replay(request)
+                self.flow.replay(request)
 
     def alarm(self, now: float) -> set[bytes]:
         """Fail what is past its deadline. Returns the workers that owe an acknowledgement for too long."""
@@ -245,10 +216,9 @@ class Lifecycle:
 
     # ---- one request
 
-    def _admit(self, event: events.Submit, frames: Frames) -> None:
+    def _admit(self, event: events.Submit) -> None:
         if len(self.table) >= self._bus.max_requests:
             raise Overloaded(f"{len(self.table)} requests are in flight; try again later")
-        inline_only(event.refs, frames)
         outputs = self._pipeline.output_modalities
         if not event.options.modalities or not outputs.issuperset(event.options.modalities):
             raise InvalidRequest(f"modalities must be some of {', '.join(sorted(outputs))}", param="modalities")
@@ -286,35 +256,9 @@ class Lifecycle:
             self._send(replica.worker.peer, self._binder.open(request, stage, now), ())
         return None
 
-    def _input(self, request: Request, seq: int, chunk: InputChunk) -> None:
-        """Take in a chunk on the entry edge: forwarded where the request runs, kept where it may have to run again."""
-        request.entry.accept(seq, chunk.last)
-        self.table.keep(request, chunk)
-        if request.state is RequestState.RUNNING:
-            self._forward_input(request, seq, chunk)
-        elif request.kept is None:
-            raise ReplicaLost("the process that served the request ended, and the input is too large to run it again")
-
-    def _forward_input(self, request: Request, seq: int, chunk: InputChunk) -> None:
-        edge = request.entry
-        self.edge_chunks[edge.name] += 1
-        if edge.target in request.done:
-            self._consume(request, edge, 1)
-        else:
-            event = events.Chunk(request.id, edge.name, seq, chunk.last, chunk.refs)
-            self._send(request.bindings[edge.target].worker.peer, event, chunk.frames)
-
-    def _consume(self, request: Request, edge: Edge, count: int) -> None:
-        """Take `count` chunks as used up and tell the producer what it is due."""
-        due = edge.consume(count)
-        if due and edge.source != CLIENT:
-            self._tell(request.bindings[edge.source], events.Consumed(request.id, edge.name, due))
-        elif due and not edge.closed and request.client is not None:
-            self._send(request.client, events.Consumed(request.ticket, edge.name, due), ())
-
     def _complete(self, request: Request, now: float) -> None:
         for stage, replica in request.bindings.items():
-            self._tell(replica, events.Close(request.id, stage))
+            self.flow.tell(replica, events.Close(request.id, stage))
         client = self._decide(request, "done")
         if client is not None:
             self._send(client, events.Completed(request.ticket, request.usage), ())
@@ -343,14 +287,7 @@ class Lifecycle:
         self.table.add(again)
         self._let_go(request, RequestState.FAILING, now)
         if self._bind(again, now) is None:
-            self._replay(again)
-
-    def _replay(self, request: Request) -> None:
-        assert request.kept is not None
-        for seq, chunk in enumerate(request.kept):
-            self._forward_input(request, seq, chunk)
-        if not request.retries:
-            self.table.forget_input(request)
+            self.flow.replay(again)
 
     def _let_go(self, request: Request, state: RequestState, now: float) -> None:
         """Ask every bound stage to free what it holds; `_settle` ends the request when all have answered."""
@@ -358,7 +295,7 @@ class Lifecycle:
         if request.state is RequestState.RUNNING:
             change_state(request, state)
             for stage, replica in request.bindings.items():
-                if self._tell(replica, events.Cancel(request.id, stage)):
+                if self.flow.tell(replica, events.Cancel(request.id, stage)):
                     request.unacknowledged.add(stage)
             self.table.set_alarm(request, now + self._bus.lost_after_s)
         self._settle(request, now)
@@ -390,19 +327,6 @@ class Lifecycle:
         first = "-" if request.first_output is None else f"{request.first_output - request.arrived:.3f}"
         label = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in request.label[:64])
         self._log(f"request {request.id} label={label} {request.outcome} first_output_s={first} s={now - request.arrived:.3f}")
-
-    def _tell(self, replica: Replica, event: events.Event) -> bool:
-        """False for a lost replica: another process may have taken its worker's name, and knows nothing of what that one held."""
-        if replica.state is ReplicaState.LOST:
-            return False
-        self._send(replica.worker.peer, event, ())
-        return True
-
-    def _edge(self, request: Request, name: str) -> Edge:
-        try:
-            return request.edges[name]
-        except KeyError:
-            raise ProtocolViolation("the request has no such edge") from None
 
     def _of_client(self, client: bytes, ticket: int) -> Request | None:
         """The client's request, unless it has ended or is being cancelled: then what came is late."""

@@ -280,7 +280,7 @@ class Orchestrator:
             replicas=self.registry.statuses(),
             requests=self.lifecycle.table.states(),
             ended=dict(self.lifecycle.table.ended),
-            edge_chunks=dict(self.lifecycle.edge_chunks),
+            edge_chunks=dict(self.lifecycle.flow.edge_chunks),
             uptime_s=now - self._started,
         )
 

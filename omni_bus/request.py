@@ -82,6 +82,12 @@ class InputChunk:
     last: bool
     frames: Frames
 
+    @classmethod
+    def checked(cls, refs: tuple[TensorRef, ...], last: bool, frames: Frames) -> InputChunk:
+        """Raises ProtocolViolation where the frames are not what the refs say."""
+        inline_only(refs, frames)
+        return cls(refs, last, frames)
+
     @property
     def nbytes(self) -> int:
         return sum(len(frame) for frame in self.frames)
