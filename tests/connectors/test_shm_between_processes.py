@@ -127,6 +127,7 @@ def test_a_reader_of_a_slot_under_reuse_sees_one_value_or_stale(sender: Sender, 
     sender.tell("churn 8000")
     assert sender.answer() == "started\n"
     whole = stale = 0
+    assert sender.process.stdout is not None
     while not select.select([sender.process.stdout], [], [], 0)[0]:
         generation = int.from_bytes(os.pread(segment.fileno(), 8, first.offset - 16), "little")
         try:

@@ -44,6 +44,7 @@ def test_the_free_list_never_hands_out_a_byte_twice_and_coalesces_to_one_range()
         room = FreeList(10_000)
         taken: dict[int, int] = {}
         for _ in range(400):
+            start: int | None
             if taken and dice.random() < 0.5:
                 start = dice.choice(list(taken))
                 room.free(start)
