@@ -20,8 +20,8 @@ from omni_bus.stages.qwen3_omni.check import check_checkpoint
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.code2wav_layers import Rows
 from omni_bus.stages.qwen3_omni.code2wav_model import PREFIX, Code2Wav, to_pcm16
-from omni_bus.stages.qwen3_omni.config import Section
 from omni_bus.stages.qwen3_omni.fixture_tensors import tensor_specs
+from omni_bus.stages.qwen3_omni.json_fields import Section
 
 FRAMES = 330  # more than the 300 at which the reference's own chunking starts to differ from one pass
 CPU = torch.device("cpu")
