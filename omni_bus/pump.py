@@ -12,6 +12,11 @@ from typing import cast
 
 import zmq
 
+# As plain integers: arithmetic on zmq's enums costs more than the calls it is for.
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN = int(zmq.POLLIN)
+
 BATCH = 128  # messages read before timers and other descriptors get their turn
 
 Frame = bytes | memoryview | zmq.Frame
@@ -36,8 +41,7 @@ class Pump:
         """Queue one message. Raises zmq.ZMQError, with EHOSTUNREACH where a ROUTER knows no such peer (any more)."""
         last = len(frames) - 1
         for index, frame in enumerate(frames):
-            flags = zmq.NOBLOCK | zmq.SNDMORE if index < last else zmq.NOBLOCK
-            self._socket.send(frame, flags, copy=isinstance(frame, bytes))
+            self._socket.send(frame, _NOBLOCK_MORE if index < last else _NOBLOCK, copy=isinstance(frame, bytes))
         if not self._draining and self._again is None:
             self._look_again()
 
@@ -56,13 +60,15 @@ class Pump:
         try:
             for _ in range(BATCH):
                 try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = [self._socket.recv(_NOBLOCK, copy=False)]
                 except zmq.Again:
                     more = False
                     return
+                while frames[-1].more:  # a message arrives whole or not at all
+                    frames.append(self._socket.recv(_NOBLOCK, copy=False))
                 self._on_message(frames)
                 # Asking is cheaper than a recv that fails, and it too arms the signal for what comes next.
-                if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                if self._socket.closed or not cast(int, self._socket.get(zmq.EVENTS)) & _POLLIN:
                     more = False
                     return
         finally:
