@@ -3,10 +3,12 @@ growing into gigabytes of pixels."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import av
 import numpy as np
@@ -26,65 +28,70 @@ def decode_image(data: bytes) -> np.ndarray:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data))
         if image.width * image.height > MAX_IMAGE_PIXELS:
-            raise TooLarge(f"an image has {image.width}x{image.height} pixels; at most {MAX_IMAGE_PIXELS:,} are accepted")
+            raise TooLarge(
+                f"an image has {image.width}x{image.height} pixels; at most {MAX_IMAGE_PIXELS:,} are accepted", param="messages"
+            )
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
     # Pillow's plugins raise all of these on damaged files.
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, Image.DecompressionBombError) as error:
-        raise UndecodableMedia("an image could not be decoded; send PNG, JPEG, WebP, GIF or BMP") from error
+        raise UndecodableMedia("an image could not be decoded; send PNG, JPEG, WebP, GIF or BMP", param="messages") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VideoInfo:
+    """A video track: how many frames, how many a second, and their size in pixels."""
+
     frames: int
     fps: float
+    height: int
+    width: int
 
 
-def decode_video(data: bytes, sample: Callable[[VideoInfo], list[int]]) -> np.ndarray:
-    """uint8 [n, height, width, 3]: the frames whose indices `sample` picks, ascending, given the video's length and rate.
-
-    Packets are counted first, so that only the picked frames are ever held as pixels.
-    """
-    try:
-        wanted = sample(_probe(data))
-        return _read(data, wanted)
-    except (av.FFmpegError, ValueError, EOFError) as error:
-        raise UndecodableMedia("a video could not be decoded; send MP4, WebM, MKV or MOV") from error
-
-
-def _probe(data: bytes) -> VideoInfo:
-    with av.open(io.BytesIO(data), mode="r") as container:
+def probe_video(data: bytes) -> VideoInfo:
+    """Counts packets without decoding any, since a container may not say how long it is."""
+    with _video_errors(), av.open(io.BytesIO(data), mode="r") as container:
         if not container.streams.video:
-            raise UndecodableMedia("a video file has no video track")
+            raise UndecodableMedia("a video file has no video track", param="messages")
         stream = container.streams.video[0]
-        if stream.codec_context.width * stream.codec_context.height > MAX_FRAME_PIXELS:
-            raise TooLarge(f"a video's frames are larger than {MAX_FRAME_PIXELS:,} pixels")
+        height, width = stream.codec_context.height, stream.codec_context.width
+        if height * width > MAX_FRAME_PIXELS:
+            raise TooLarge(f"a video's frames are larger than {MAX_FRAME_PIXELS:,} pixels", param="messages")
         rate = stream.average_rate or stream.guessed_rate
         frames = 0
         for packet in container.demux(stream):
             frames += packet.size > 0
             if frames > MAX_VIDEO_FRAMES:
-                raise TooLarge(f"a video has more than {MAX_VIDEO_FRAMES:,} frames")
-    if frames == 0 or not rate:
-        raise UndecodableMedia("a video has no frames")
-    return VideoInfo(frames, float(rate))
+                raise TooLarge(f"a video has more than {MAX_VIDEO_FRAMES:,} frames", param="messages")
+    if not (frames and rate and height and width):
+        raise UndecodableMedia("a video has no frames", param="messages")
+    return VideoInfo(frames, float(rate), height, width)
 
 
-def _read(data: bytes, wanted: list[int]) -> np.ndarray:
-    picked: list[np.ndarray] = []
-    with av.open(io.BytesIO(data), mode="r") as container:
+def read_frames(data: bytes, info: VideoInfo, indices: Sequence[int]) -> Iterator[np.ndarray]:
+    """uint8 [height, width, 3] for each of the ascending `indices`; what lies between them is decoded and dropped."""
+    wanted = deque(indices)
+    pixels: np.ndarray | None = None
+    with _video_errors(), av.open(io.BytesIO(data), mode="r") as container:
         for index, frame in enumerate(container.decode(container.streams.video[0])):
-            if frame.width * frame.height > MAX_FRAME_PIXELS:
-                raise TooLarge(f"a video's frames are larger than {MAX_FRAME_PIXELS:,} pixels")
-            pixels = None
-            while len(picked) < len(wanted) and wanted[len(picked)] == index:
-                pixels = frame.to_ndarray(format="rgb24") if pixels is None else pixels
-                picked.append(pixels)
-            if len(picked) == len(wanted):
-                break
-    if not picked:
-        raise UndecodableMedia("a video has no frame that can be decoded")
+            if (frame.height, frame.width) != (info.height, info.width):
+                raise UndecodableMedia("a video changes its picture size on the way", param="messages")
+            if wanted and wanted[0] == index:
+                pixels = frame.to_ndarray(format="rgb24")
+                while wanted and wanted[0] == index:
+                    wanted.popleft()
+                    yield pixels
+            if not wanted:
+                return
+    if pixels is None:
+        raise UndecodableMedia("a video has no frame that can be decoded", param="messages")
     # Containers may promise a few more packets than the decoder gives frames: the last picture stands for them.
-    picked += [picked[-1]] * (len(wanted) - len(picked))
-    if any(frame.shape != picked[0].shape for frame in picked):
-        raise UndecodableMedia("a video changes its picture size on the way")
-    return np.stack(picked)
+    for _ in wanted:
+        yield pixels
+
+
+@contextlib.contextmanager
+def _video_errors() -> Iterator[None]:
+    try:
+        yield
+    except (av.FFmpegError, ValueError, EOFError) as error:
+        raise UndecodableMedia("a video could not be decoded; send MP4, WebM, MKV or MOV", param="messages") from error

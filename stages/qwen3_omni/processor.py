@@ -1,11 +1,11 @@
-"""The processor stage: messages and media in, prompt tokens and the encoders' input features out. On the CPU, one request a step."""
+"""The processor stage: messages and media in, prompt tokens and the encoders' input features out. On the CPU, a piece at a time."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from omni_bus.stages.contract import (
     StageRequest,
     StageStats,
 )
-from omni_bus.stages.media import decode_image, decode_video
+from omni_bus.stages.media import decode_image, probe_video, read_frames
 from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
 from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
@@ -46,6 +46,7 @@ TALKER = "processor->talker"
 class _Job:
     request: StageRequest
     chunk: Chunk | None = None
+    work: Generator[None, None, Prepared] | None = None
     paused: bool = False
 
 
@@ -105,7 +106,7 @@ class ProcessorStage:
             self._jobs[request_id].paused = False
 
     def _next(self) -> _Job | None:
-        """The first request that can be worked on; those that were cancelled are dropped from the queue on the way."""
+        """The next request in turn that can be worked on; those that were cancelled are dropped from the queue on the way."""
         while self._ready and self._ready[0] not in self._jobs:
             self._ready.popleft()
         return next((job for request in self._ready if (job := self._jobs.get(request)) and not job.paused), None)
@@ -114,21 +115,29 @@ class ProcessorStage:
         return self._next() is not None
 
     def step(self) -> Iterable[Emission]:
+        """One piece of one request's media, or its text; requests take turns, so a long video holds up nobody's text."""
         job = self._next()
         if job is None:
             return []
         request = job.request.id
         self._ready.remove(request)
-        del self._jobs[request]
         assert job.chunk is not None and isinstance(job.chunk.payload, ChatInput)
         try:
-            prompt = self._processor.prepare(job.chunk.payload, job.chunk.tensors)
+            if job.work is None:
+                job.work = self._processor.prepare_in_steps(job.chunk.payload, job.chunk.tensors)
+            next(job.work)
+        except StopIteration as done:
+            del self._jobs[request]
+            return self._emissions(job.request, job.chunk.edge, done.value)
         except OmniBusError as error:
+            del self._jobs[request]
             return [StageError(request, error.info())]
         except Exception as error:  # a request that breaks its own preparation must not fail the others in this stage
             log.exception("request %d: preparing the prompt failed", request)
+            del self._jobs[request]
             return [StageError(request, StageFailed(f"the prompt could not be prepared ({type(error).__name__})").info())]
-        return self._emissions(job.request, job.chunk.edge, prompt)
+        self._ready.append(request)
+        return []
 
     def _emissions(self, request: StageRequest, entry: str, prompt: Prepared) -> list[Emission]:
         out: list[Emission] = [Consumed(request.id, entry)]
@@ -154,50 +163,90 @@ class Processor:
         self.vision = vision
 
     def prepare(self, chat: ChatInput, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        """OmniBusError refuses a conversation that the model cannot take."""
+        """The whole work at once. OmniBusError refuses a conversation that the model cannot take."""
+        work = self.prepare_in_steps(chat, tensors)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                prepared: Prepared = done.value
+                return prepared
+
+    def prepare_in_steps(self, chat: ChatInput, tensors: Mapping[str, torch.Tensor]) -> Generator[None, None, Prepared]:
+        """The same, with a pause behind each picture and each frame taken of a video: none takes long."""
         if not chat.messages:
             raise ModelRefused("the conversation is empty; send at least one message", param="messages")
         token_ids = self.encoder.encode(chat.messages)
+        self._check_length(len(token_ids))
         parts = [part for message in chat.messages for part in message.parts if isinstance(part, MediaPart)]
-        media, features = self._features(parts, tensors)
-        ids, merge = self.config.thinker.media, self.config.thinker.media.spatial_merge_size
+        missing = [part.index for part in parts if f"media{part.index}" not in tensors]
+        if missing:
+            raise InvalidRequest(f"media {missing[0]} of the conversation was not sent", param="messages")
+
+        def of_kind(kind: str) -> list[np.ndarray]:
+            return [tensors[f"media{part.index}"].numpy() for part in parts if part.kind == kind]
+
+        audio_lengths, features = self._audio(of_kind("audio"))
+        images, image_grids = yield from self._images(of_kind("image"))
+        videos, video_grids = yield from self._videos(of_kind("video"))
+        if images:
+            features["pixel_values"] = torch.cat(images)
+        if videos:
+            features["pixel_values_videos"] = torch.cat(videos)
+        seconds = self.vision.config.temporal_patch_size / VIDEO_FPS
+        media = Media(audio_lengths, tuple(image_grids), tuple(video_grids), (seconds,) * len(video_grids))
+        return self._place(token_ids, media, features)
+
+    def _place(self, token_ids: list[int], media: Media, features: dict[str, torch.Tensor]) -> Prepared:
+        """Placeholders repeated to their media's lengths."""
+        ids = self.config.thinker.media
         lengths = {
             ids.audio: [audio_tokens(frames) for frames in media.audio_lengths],
-            ids.image: [grid_tokens(grid, merge) for grid in media.image_grids],
-            ids.video: [grid_tokens(grid, merge) for grid in media.video_grids],
+            ids.image: [self._tokens(grid) for grid in media.image_grids],
+            ids.video: [self._tokens(grid) for grid in media.video_grids],
         }
         if any(token_ids.count(token) != len(counts) for token, counts in lengths.items()):
             raise ModelRefused("the model's chat template has no place for media in one of these messages", param="messages")
         token_ids = expand(token_ids, lengths)
-        limit = self.config.thinker.text.max_positions
-        if len(token_ids) >= limit:
-            raise ModelRefused(f"the prompt has {len(token_ids)} tokens; the model takes at most {limit - 1}", param="messages")
+        self._check_length(len(token_ids))
         user = user_turns(token_ids, self.config.ids)
         if sum(token_ids[position] in ids.placeholders for position in user) != sum(map(sum, lengths.values())):
             raise ModelRefused("audio, images and videos are taken in user messages only", param="messages")
         return Prepared(token_ids, media, features, user)
 
-    def _features(
-        self, parts: Sequence[MediaPart], tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[Media, dict[str, torch.Tensor]]:
-        """Sizes and encoder inputs of all media, each kind in the order of its parts."""
-        missing = [part.index for part in parts if f"media{part.index}" not in tensors]
-        if missing:
-            raise InvalidRequest(f"media {missing[0]} of the conversation was not sent", param="messages")
-        of_kind = {
-            kind: [tensors[f"media{part.index}"].numpy() for part in parts if part.kind == kind]
-            for kind in ("audio", "image", "video")
-        }
-        audio_lengths, features = self._audio(of_kind["audio"])
-        images = [self.vision.image(decode_image(data.tobytes())) for data in of_kind["image"]]
-        videos = [self.vision.video(decode_video(data.tobytes(), self.vision.sample_frames)) for data in of_kind["video"]]
-        if images:
-            features["pixel_values"] = torch.cat([patches for patches, _ in images])
-        if videos:
-            features["pixel_values_videos"] = torch.cat([patches for patches, _ in videos])
-        grids: tuple[Grid, ...] = tuple(grid for _, grid in videos)
-        seconds = self.vision.config.temporal_patch_size / VIDEO_FPS
-        return Media(audio_lengths, tuple(grid for _, grid in images), grids, (seconds,) * len(grids)), features
+    def _tokens(self, grid: Grid) -> int:
+        return grid_tokens(grid, self.config.thinker.media.spatial_merge_size)
+
+    def _check_length(self, tokens: int) -> None:
+        limit = self.config.thinker.text.max_positions
+        if tokens >= limit:
+            raise ModelRefused(f"the prompt has {tokens} tokens; the model takes at most {limit - 1}", param="messages")
+
+    def _images(self, encoded: list[np.ndarray]) -> Generator[None, None, tuple[list[torch.Tensor], list[Grid]]]:
+        patches, grids = [], []
+        for data in encoded:
+            made, grid = self.vision.image(decode_image(data.tobytes()))
+            patches.append(made)
+            grids.append(grid)
+            self._check_length(sum(map(self._tokens, grids)))
+            yield
+        return patches, grids
+
+    def _videos(self, encoded: list[np.ndarray]) -> Generator[None, None, tuple[list[torch.Tensor], list[Grid]]]:
+        """A video that is too long for the model is refused before a frame of it is decoded."""
+        patches, grids = [], []
+        for array in encoded:
+            data = array.tobytes()
+            info = probe_video(data)
+            indices, grid = self.vision.plan_video(info)
+            grids.append(grid)
+            self._check_length(sum(map(self._tokens, grids)))
+            frames = []
+            for pixels in read_frames(data, info, indices):
+                frames.append(self.vision.frame(pixels, grid))
+                yield
+            patches.append(self.vision.video(frames, grid))
+        return patches, grids
 
     def _audio(self, samples: list[np.ndarray]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
         """Mel frames of each audio and all of them in a row. Extracted in one call: an audio's last frames depend on its padding."""

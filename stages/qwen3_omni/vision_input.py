@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -88,28 +89,30 @@ class VisionInput:
         patches: torch.Tensor = features["pixel_values"]
         return patches, (time, height, width)
 
-    def video(self, frames: np.ndarray) -> tuple[torch.Tensor, Grid]:
-        """uint8 [n, height, width, 3] → float32 [patches, 3 * 2 * patch * patch] and its grid. An odd last frame is repeated."""
+    def plan_video(self, info: VideoInfo) -> tuple[list[int], Grid]:
+        """Which frames to take, and the grid of patches they will make; nothing is decoded yet."""
         config = self.config
-        check_aspect(frames.shape[1], frames.shape[2])
+        check_aspect(info.height, info.width)
         height, width = smart_resize(
-            frames.shape[1],
-            frames.shape[2],
-            config.factor,
-            min_pixels=config.frame_pixels[0],
-            max_pixels=config.frame_pixels[1],
+            info.height, info.width, config.factor, min_pixels=config.frame_pixels[0], max_pixels=config.frame_pixels[1]
         )
-        resized = torch.stack([self._resize(frame, height, width) for frame in torch.from_numpy(frames)])
-        if pad := -len(resized) % config.temporal_patch_size:
-            resized = torch.cat((resized, resized[-1:].expand(pad, -1, -1, -1)))
-        patch, merge = config.patch_size, config.merge_size
-        grid = (len(resized) // config.temporal_patch_size, height // patch, width // patch)
-        blocks = resized.view(
-            grid[0], config.temporal_patch_size, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch
-        )
+        indices = self.sample_frames(info)
+        steps = -(-len(indices) // config.temporal_patch_size)
+        return indices, (steps, height // config.patch_size, width // config.patch_size)
+
+    def frame(self, pixels: np.ndarray, grid: Grid) -> torch.Tensor:
+        """uint8 [h, w, 3] → float32 [3, height, width] of the planned size, normalised."""
+        patch = self.config.patch_size
+        return self._resize(torch.from_numpy(pixels), grid[1] * patch, grid[2] * patch)
+
+    def video(self, frames: Sequence[torch.Tensor], grid: Grid) -> torch.Tensor:
+        """Frames of `frame` → float32 [patches, 3 * 2 * patch * patch]. An odd last frame is repeated."""
+        patch, merge, step = self.config.patch_size, self.config.merge_size, self.config.temporal_patch_size
+        stacked = torch.stack([*frames, *[frames[-1]] * (-len(frames) % step)])
+        blocks = stacked.view(grid[0], step, 3, grid[1] // merge, merge, patch, grid[2] // merge, merge, patch)
         # time, then merge blocks row by row, then patches inside a block; each patch as channel, time, y, x
         blocks = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        return blocks.reshape(math.prod(grid), -1), grid
+        return blocks.reshape(math.prod(grid), -1)
 
     def sample_frames(self, info: VideoInfo) -> list[int]:
         """Indices of the frames to take: VIDEO_FPS a second, evenly spread, an even number, within the least and the most."""

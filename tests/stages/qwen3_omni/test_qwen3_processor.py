@@ -15,7 +15,7 @@ from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart
 from omni_bus.spec import load_pipeline
 from omni_bus.stages.contract import Chunk
-from omni_bus.stages.media import VideoInfo, decode_image, decode_video
+from omni_bus.stages.media import VideoInfo, decode_image, probe_video, read_frames
 from omni_bus.stages.qwen3_omni.config import read_config
 from omni_bus.stages.qwen3_omni.processor import Processor
 from omni_bus.stages.qwen3_omni.turns import user_turns
@@ -163,25 +163,24 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_unpacked() -> None:
 
 def test_picked_video_frames_come_back_bit_for_bit() -> None:
     frames = [picture(48, 64, index) for index in range(9)]
-    seen: list[VideoInfo] = []
-
-    def sample(info: VideoInfo) -> list[int]:
-        seen.append(info)
-        return [0, 3, 8]
-
-    decoded = decode_video(lossless_video(frames, fps=4), sample)
-    assert seen == [VideoInfo(9, 4.0)]
-    assert np.array_equal(decoded, np.stack([frames[index] for index in (0, 3, 8)]))
+    data = lossless_video(frames, fps=4)
+    info = probe_video(data)
+    assert info == VideoInfo(9, 4.0, 48, 64)
+    for indices in ([0, 3, 8], [8], [2, 2, 5], list(range(9))):
+        decoded = list(read_frames(data, info, indices))
+        assert np.array_equal(np.stack(decoded), np.stack([frames[index] for index in indices]))
+    promised = list(read_frames(data, info, [7, 9, 11]))  # more than the decoder gives
+    assert np.array_equal(promised[1], promised[0]) and np.array_equal(promised[0], frames[7])
 
 
 @pytest.mark.parametrize(
     ("info", "expected"),
     [
-        (VideoInfo(8, 4.0), [0, 2, 4, 6]),  # 2 s at 2 frames/s
-        (VideoInfo(8, 30.0), [0, 2, 4, 6]),  # too short: the least number of frames
-        (VideoInfo(3, 30.0), [0, 1]),  # fewer frames than that: an even number of them
-        (VideoInfo(1, 30.0), [0]),  # a picture; it is repeated
-        (VideoInfo(75, 25.0), [0, 12, 25, 37, 50, 62]),  # 3 s: 6 frames, each index rounded down
+        (VideoInfo(8, 4.0, 64, 64), [0, 2, 4, 6]),  # 2 s at 2 frames/s
+        (VideoInfo(8, 30.0, 64, 64), [0, 2, 4, 6]),  # too short: the least number of frames
+        (VideoInfo(3, 30.0, 64, 64), [0, 1]),  # fewer frames than that: an even number of them
+        (VideoInfo(1, 30.0, 64, 64), [0]),  # a picture; it is repeated
+        (VideoInfo(75, 25.0, 64, 64), [0, 12, 25, 37, 50, 62]),  # 3 s: 6 frames, each index rounded down
     ],
 )
 def test_frames_are_sampled_as_transformers_does(info: VideoInfo, expected: list[int], processor: Processor) -> None:
@@ -189,14 +188,22 @@ def test_frames_are_sampled_as_transformers_does(info: VideoInfo, expected: list
 
 
 def test_a_long_video_is_thinned_to_the_most_frames(processor: Processor) -> None:
-    indices = processor.vision.sample_frames(VideoInfo(90_000, 30.0))
+    indices = processor.vision.sample_frames(VideoInfo(90_000, 30.0, 64, 64))
     assert len(indices) == 768 and indices[0] == 0 and indices[-1] == int(767 * 90_000 / 768)
+
+
+def video_patches(processor: Processor, frames: list[np.ndarray]) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    vision = processor.vision
+    height, width = frames[0].shape[:2]
+    _, (_, rows, columns) = vision.plan_video(VideoInfo(len(frames), 2.0, height, width))
+    grid = (-(-len(frames) // 2), rows, columns)
+    return vision.video([vision.frame(pixels, grid) for pixels in frames], grid), grid
 
 
 def test_video_patches_are_the_image_processors_patches_two_frames_at_a_time(processor: Processor) -> None:
     """transformers' image processor repeats a picture in time; a video's patch holds two different frames in that place."""
-    frames = np.stack([picture(384, 384, index) for index in range(5)])  # a size that neither side resizes
-    patches, grid = processor.vision.video(frames)
+    frames = [picture(384, 384, index) for index in range(5)]  # a size that neither side resizes
+    patches, grid = video_patches(processor, frames)
     assert grid == (3, 24, 24)
     for step in range(3):
         got = patches.view(3, 24 * 24, 3, 2, 16, 16)[step]
@@ -209,12 +216,32 @@ def test_video_patches_are_the_image_processors_patches_two_frames_at_a_time(pro
 def test_small_frames_are_enlarged_smoothly(processor: Processor) -> None:
     """Bicubic as Pillow's, which the image processor uses, within two grey levels."""
     pixels = picture(64, 96, 3)
-    patches, grid = processor.vision.video(np.stack([pixels, pixels]))
+    patches, grid = video_patches(processor, [pixels, pixels])
     height, width = grid[1] * 16, grid[2] * 16
     large = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
     expected, _ = processor.vision.image(large)
     assert grid[1] * grid[2] * 256 >= 128 * 32 * 32
     assert (patches - expected).abs().max() <= 2.01 / 127.5
+
+
+def test_a_video_too_long_for_the_model_is_refused_before_it_is_decoded(processor: Processor) -> None:
+    """60 s make 60 steps of 128 tokens or more, beyond the tiny model's 4,096 positions."""
+    data = lossless_video([picture(16, 16, 0)] * 60, fps=1)
+    work = processor.prepare_in_steps(say(MediaPart("video", 0)), {"media0": tensor_of(data)})
+    with pytest.raises(ModelRefused, match="tokens"):
+        next(work)
+
+
+def test_a_long_video_holds_up_nobodys_text(omni_pipeline: StagePipeline) -> None:
+    slow = omni_pipeline.submit(9100, *CASES["video"].chat(), options=RequestOptions())
+    quick = omni_pipeline.submit(9101, *CASES["text"].chat(), options=RequestOptions())
+    stage = omni_pipeline.stages["processor"]
+    for _ in range(2):
+        omni_pipeline._handle("processor", stage.step())
+    assert "processor" in quick.usage and "processor" not in slow.usage
+    omni_pipeline.cancel(9100)
+    omni_pipeline.run()
+    assert quick.closed("thinker->client") and not stage.has_work()
 
 
 def test_prompt_at_the_models_limit(omni_checkpoint: pathlib.Path, processor: Processor) -> None:
