@@ -139,6 +139,8 @@ def test_talker_starts_on_the_first_token_and_waits_for_each_next_one(
     row = talker._rows[5000]  # type: ignore[attr-defined]
     assert row.length == recorded.usage["talker"]["prompt_rows"] - 1, "every row but the first spoken token's is there"
     assert row.computed >= row.length - 1, "and computed, but for the one that is held back while the prompt is open"
+    most = row.length + 1 + request.sampling["talker"].max_tokens  # type: ignore[operator]
+    assert talker.stats().kv_blocks_used <= -(-most // 16), "waiting for a token reserves what the answer can need, not all"
     expected = greedy("audio").codes.T.tolist()
     for index, token in enumerate(text[:-1]):
         talker.feed(5000, Chunk("thinker->talker", ThinkerTokens((token,)), {}, False))
