@@ -246,10 +246,11 @@ async def test_a_reader_that_stops_holds_up_nobody_else(bus: Bus) -> None:
     reader = slow.__aiter__()
     await anext(reader)
     assert (await crowd(bus, 30, random.Random(2)))["done"] == 21
-    # Once the crowd is gone, source holds the slow request, its two edges, and no more chunks than it has credits.
-    status = await bus.until(lambda status: all(load.slots_used <= 1 for load in bus.loads(status).values()))
-    source = bus.loads(status)["source.0"]
-    assert 64 < source.held <= 3 + 2 * 64 and source.running == 0
+    # Once the crowd is gone and the row paused, source holds one request, its two edges, and no more chunks than it has credits.
+    status = await bus.until(
+        lambda status: (bus.loads(status)["source.0"].slots_used, bus.loads(status)["source.0"].running) == (1, 0)
+    )
+    assert 64 < bus.loads(status)["source.0"].held <= 3 + 2 * 64
     count = 1
     async for item in reader:
         count += isinstance(item.payload, TextDelta)

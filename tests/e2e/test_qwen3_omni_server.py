@@ -1,0 +1,124 @@
+"""Qwen3-Omni through the running server: HTTP in, SSE out, and every token and sample what transformers makes of the prompt."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.chat_http import Answer, messages, stream
+from tests.support.qwen3_omni import CASES, MAX_FRAMES, MAX_TEXT, Case, Expected, Reference
+from tests.support.running_server import Server, eventually, running
+
+MODEL = "tiny-omni"
+GREEDY_TALKER = {"temperature": 0.0, "max_tokens": MAX_FRAMES}
+Greedy = Callable[[str], Expected]
+
+
+@pytest.fixture(scope="module")
+def server(omni_checkpoint: pathlib.Path) -> Iterator[Server]:
+    """Code2Wav in float64, so that its PCM16 can be compared bit for bit."""
+    sets = [f"model.path={omni_checkpoint}", f"model.name={MODEL}", "stages.code2wav.dtype=float64"]
+    with running("qwen3_omni_tiny.toml", sets=sets) as server:
+        yield server
+
+
+def ask(server: Server, case: Case, **said: Any) -> Answer:
+    body = {
+        "model": MODEL,
+        "messages": messages(case),
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "ethan", "format": "pcm16"},
+        "sampling": {"thinker": {"temperature": 0.0, "max_tokens": MAX_TEXT}, "talker": GREEDY_TALKER},
+        **said,
+    }
+    return stream(server.url, body)
+
+
+def pcm16(reference: Reference, codes: torch.Tensor) -> np.ndarray:
+    """transformers' Code2Wav in one pass and in float64, rounded to int16. codes: [16, frames]."""
+    if not codes.shape[-1]:
+        return np.zeros(0, np.int16)
+    decoder = reference.model.code2wav.double()
+    try:
+        with torch.no_grad():
+            wave = decoder(codes[None])[0, 0]
+    finally:
+        reference.model.code2wav.float()
+    return (wave.clamp(-1, 1) * 32767).round().to(torch.int16).numpy()
+
+
+def check(answer: Answer, expected: Expected, reference: Reference) -> None:
+    assert not answer.errors
+    assert answer.text == reference.tokenizer.decode(expected.text, skip_special_tokens=True)
+    assert answer.usage["completion_tokens"] >= len(expected.text)
+    ended = expected.text[-1] == reference.config.im_end_token_id
+    assert answer.finish_reason == ("stop" if ended else "length")
+    wanted = pcm16(reference, expected.codes)
+    assert len(answer.pcm) == len(wanted)
+    assert np.array_equal(answer.pcm, wanted), np.abs(answer.pcm.astype(int) - wanted).max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_and_waveform_equal_transformers(server: Server, greedy: Greedy, reference: Reference, name: str) -> None:
+    check(ask(server, CASES[name]), greedy(name), reference)
+
+
+def test_requests_at_the_same_time_equal_the_same_requests_alone(server: Server, greedy: Greedy, reference: Reference) -> None:
+    names = [*CASES] * 2
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        answers = list(pool.map(lambda name: ask(server, CASES[name]), names))
+    for name, answer in zip(names, answers, strict=True):
+        check(answer, greedy(name), reference)
+
+
+def test_sampled_talker_equals_transformers_draw_for_draw(server: Server, reference: Reference) -> None:
+    for name in ("text", "audio"):
+        expected = reference.generate(CASES[name], seed=11)
+        sampling = {"thinker": {"temperature": 0.0, "max_tokens": MAX_TEXT}, "talker": {"max_tokens": MAX_FRAMES}}
+        check(ask(server, CASES[name], sampling=sampling, seed=11), expected, reference)
+
+
+def test_speech_beyond_300_frames_follows_the_one_pass_decode(server: Server, reference: Reference) -> None:
+    """transformers' own chunked_decode drops 555 samples at each border from there on."""
+    expected = reference.generate(CASES["text"], seed=4, max_frames=345)
+    assert expected.codes.shape[-1] > 310, "this seed speaks too short; choose another"
+    sampling = {"thinker": {"temperature": 0.0, "max_tokens": MAX_TEXT}, "talker": {"max_tokens": 345}}
+    answer = ask(server, CASES["text"], sampling=sampling, seed=4)
+    check(answer, expected, reference)
+    assert answer.audio_sizes[0] == 1920 - 555, "the first chunk is one frame"
+
+
+def test_speech_starts_while_the_text_is_still_being_written(server: Server) -> None:
+    answer = ask(server, CASES["text"])
+    assert "text" in answer.order[answer.order.index("audio") :], answer.order
+
+
+def test_text_alone_passes_neither_talker_nor_code2wav(server: Server, greedy: Greedy, reference: Reference) -> None:
+    answer = ask(server, CASES["audio"], modalities=["text"])
+    assert answer.text == reference.tokenizer.decode(greedy("audio").text, skip_special_tokens=True)
+    assert not len(answer.pcm)
+
+
+def test_no_text_to_speak_is_an_answer_without_audio(server: Server) -> None:
+    """transformers raises where the Thinker stops after one token, and where the Talker stops at once."""
+    one_token = {"thinker": {"temperature": 0.0, "max_tokens": 1}, "talker": GREEDY_TALKER}
+    silent = {"thinker": {"temperature": 0.0, "max_tokens": 4}, "talker": {"temperature": 0.0, "max_tokens": 1}}
+    for sampling in (one_token, silent):
+        answer = ask(server, CASES["text"], sampling=sampling)
+        assert not answer.errors and answer.finish_reason == "length" and not len(answer.pcm)
+
+
+def test_nothing_is_held_when_all_answers_are_out(server: Server) -> None:
+    def free() -> bool:
+        replicas = [replica for stage in server.get("/v1/status")["stages"] for replica in stage["replicas"]]
+        loads = [replica["load"] for replica in replicas]
+        held = ("kv_blocks_used", "slots_used", "segments_used", "held")
+        return len(replicas) == 4 and not any(load is None or any(load[name] for name in held) for load in loads)
+
+    eventually(free, 10, "a heartbeat of every stage that says nothing is held")
