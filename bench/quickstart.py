@@ -76,7 +76,7 @@ def main() -> int:
     result = {
         "benchmark": "quickstart: end of input to first audio, over HTTP on the same machine",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": machine() | {"load_average_before": load},
+        "machine": machine() | {"load_average": {"before": load, "after": round(os.getloadavg()[0], 2)}},
         "settings": arguments.set,
         "runs": arguments.runs,
         "rows": rows,
