@@ -15,6 +15,9 @@ class Driven(Protocol):
     def message(self, frames: list[bytes]) -> None: ...
     def broker_lost(self) -> None: ...
     def has_work(self) -> bool: ...
+    def wake_at(self) -> float | None:
+        """When to look at `has_work` again though nothing came."""
+
     def step(self) -> None:
         """One step of each stage that has work."""
 
@@ -31,7 +34,11 @@ def run(worker: Driven, link: BrokerLink, stop: StopSignal, heartbeat_s: float) 
         if now >= due:
             worker.heartbeat()
             due = now + heartbeat_s
-        link.wait(0.0 if worker.has_work() else due - now)
+        if worker.has_work():
+            link.wait(0.0)
+        else:
+            wake = worker.wake_at()
+            link.wait((due if wake is None else min(due, wake)) - now)
         stop.clear()
         for frames in link.receive():
             worker.message(frames)

@@ -163,6 +163,13 @@ class StageHost:
             self._fail_all(error)
             return False
 
+    def wake_at(self) -> float | None:
+        try:
+            return self._stage.wake_at()
+        except Exception as error:
+            self._fail_all(error)
+            return None
+
     def step(self) -> None:
         started = time.perf_counter()
         try:
@@ -261,13 +268,17 @@ class StageHost:
             self._send(events.Done(row.id, self.name, dict(row.usage)), ())
 
     def _fail(self, row: _Row, error: Exception | ErrorInfo) -> None:
-        """Tell the broker, once, and let go of everything. Only a request that is DONE already has no failure left to tell."""
+        """Tell the broker, once, and send nothing more. Only a request that is DONE already has no failure left to tell.
+
+        Tensors under way are kept until the broker's Cancel: a consumer that met a returned slot would fail with an error of its
+        own, and might be heard first.
+        """
         if row.state in (State.DONE, State.FAILED):
             _log.warning("%s: request %d: an error after its end: %s", self.name, row.id, error)
             return
         row.enter(State.FAILED)
         self._cancel_in_stage(row.id)
-        self._outgoing.drop(row.id, row.outputs)
+        self._outgoing.stop(row.id, row.outputs)
         self._send(events.Failed(row.id, self.name, self._info(row.id, error)), ())
 
     def _fail_all(self, error: Exception) -> None:

@@ -97,6 +97,14 @@ class Outgoing:
     def all_closed(self, request: int, edges: Iterable[str]) -> bool:
         return all(self._edges[request, edge].closed for edge in edges)
 
+    def stop(self, request: int, edges: Iterable[str]) -> None:
+        """Send nothing more on these edges. What is under way stays readable until `drop`."""
+        for edge in edges:
+            state = self._edges.get((request, edge))
+            if state is not None:
+                state.closed = True
+                state.waiting.clear()
+
     def drop(self, request: int, edges: Iterable[str]) -> None:
         """Forget these edges: what waits is thrown away, every tensor slot returned."""
         for edge in edges:

@@ -105,6 +105,9 @@ class Worker:
     def has_work(self) -> bool:
         return any(host.has_work() for host in self._hosts.values())
 
+    def wake_at(self) -> float | None:
+        return min((wake for host in self._hosts.values() if (wake := host.wake_at()) is not None), default=None)
+
     def step(self) -> None:
         for host in self._hosts.values():
             if host.has_work():
