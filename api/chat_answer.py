@@ -32,7 +32,7 @@ async def whole_answer(
     texts: list[str] = []
     pcm = bytearray()
     sample_rate = 0
-    transcript: str | None = None
+    transcripts: list[str] = []
     finish_reason = "stop"
     async for item in stream:
         match item.payload:
@@ -47,14 +47,15 @@ async def whole_answer(
                     pcm += item.tensors["pcm"].data
                     timing.audio(len(item.tensors["pcm"].data) / 2 / rate)
             case InputTranscript(heard):
-                transcript = heard
+                if heard:
+                    transcripts.append(heard)
             case other:
                 raise TypeError(f"no client payload: {type(other).__name__}")
     timing.ended()
     content = "".join(texts)
     message: dict[str, Any] = {"role": "assistant", "content": content if "text" in chat.options.modalities else None}
-    if transcript is not None:
-        message["input_transcript"] = transcript
+    if transcripts:
+        message["input_transcript"] = "\n".join(transcripts)  # one for each piece of audio
     body = {
         "id": answer_id,
         "object": "chat.completion",

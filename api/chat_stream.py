@@ -63,7 +63,7 @@ class ChunkRenderer:
                     pcm = wav_header(sample_rate, None) + pcm
                 return self._chunk({"audio": {"id": self._audio_id, "data": base64.b64encode(pcm).decode("ascii")}}, "audio")
             case InputTranscript(text):
-                return self._chunk({}, "text", input_transcript=text)
+                return self._chunk({}, "text", input_transcript=text) if text else None
             case other:
                 raise TypeError(f"no client payload: {type(other).__name__}")
 

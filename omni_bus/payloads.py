@@ -51,6 +51,6 @@ class AudioDelta(msgspec.Struct, frozen=True):
 
 
 class InputTranscript(msgspec.Struct, frozen=True):
-    """stage → client: what a speech recogniser heard in the user's audio."""
+    """stage → client: what a speech recogniser heard in one piece of the user's audio; an empty one only closes the edge."""
 
     text: str

@@ -121,6 +121,13 @@ class StageStats:
     slots_total: int = 0
 
 
+class WokenByEvents:
+    """Base of stages for which time alone changes nothing."""
+
+    def wake_at(self) -> float | None:
+        return None
+
+
 class Stage(Protocol):
     def load(self, ctx: StageContext) -> None:
         """Weights, graphs, warm-up; reports progress. Raises CheckpointError or DeviceUnavailable with what to do."""
@@ -141,6 +148,9 @@ class Stage(Protocol):
 
     def has_work(self) -> bool:
         """Whether `step` would do something now."""
+
+    def wake_at(self) -> float | None:
+        """time.monotonic() at which `has_work` may become true with no event in between; None = only an event can do that."""
 
     def step(self) -> Iterable[Emission]:
         """One unit of batched work. An exception from here fails every request open in the stage, so rows are isolated inside."""

@@ -6,7 +6,6 @@ import time
 from typing import Protocol
 
 from omni_bus.workers.link import BrokerLink
-from omni_bus.workers.stop_signal import StopSignal
 
 
 class Driven(Protocol):
@@ -26,7 +25,15 @@ class Driven(Protocol):
     def leaving(self) -> bool: ...
 
 
-def run(worker: Driven, link: BrokerLink, stop: StopSignal, heartbeat_s: float) -> None:
+class Stop(Protocol):
+    """What ends the loop from outside: workers.stop_signal."""
+
+    raised: bool
+
+    def clear(self) -> None: ...
+
+
+def run(worker: Driven, link: BrokerLink, stop: Stop, heartbeat_s: float) -> None:
     """Until the worker leaves or a signal asks for it."""
     due = time.monotonic()
     while not (worker.leaving or stop.raised):

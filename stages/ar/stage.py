@@ -16,12 +16,12 @@ from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.ar.program import Program, Row
 from omni_bus.stages.ar.sampler import Sampler, is_greedy
 from omni_bus.stages.ar.scheduler import Scheduler
-from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest, StageStats
+from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest, StageStats, WokenByEvents
 
 logger = logging.getLogger(__name__)
 
 
-class ARStage:
+class ARStage(WokenByEvents):
     """`options` is the type that the family's StageSpec declares for this stage."""
 
     def __init__(self, program: Program, options: type[AROptions] = AROptions) -> None:

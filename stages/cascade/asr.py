@@ -26,6 +26,7 @@ from omni_bus.stages.contract import (
     StageError,
     StageRequest,
     StageStats,
+    WokenByEvents,
 )
 
 SAMPLE_RATE = 16_000
@@ -72,7 +73,7 @@ class _Job:
         return not self.paused and (bool(self.unheard) or self.complete)
 
 
-class AsrStage:
+class AsrStage(WokenByEvents):
     """`client->asr` ChatInput → `asr->client` InputTranscript for each audio, then `asr->llm` Prompt.
 
     A step hears one window of at most 30 s; requests take turns, and those without sound do not wait for them.

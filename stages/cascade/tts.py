@@ -25,6 +25,7 @@ from omni_bus.stages.contract import (
     StageError,
     StageRequest,
     StageStats,
+    WokenByEvents,
 )
 
 DELTA = SAMPLE_RATE // 2  # samples of one chunk at most: 24 kB, small enough to travel inside its event
@@ -63,7 +64,7 @@ class _Job:
         return not self.paused and bool(self.clauses)
 
 
-class TtsStage:
+class TtsStage(WokenByEvents):
     """`llm->tts` Clause → `tts->client` AudioDelta, 24 kHz. A step speaks one clause of one request; requests take turns.
 
     What the model has no sounds for (emoji, other scripts) is left out.

@@ -23,6 +23,7 @@ from omni_bus.stages.contract import (
     StageError,
     StageRequest,
     StageStats,
+    WokenByEvents,
 )
 from omni_bus.stages.probe.faults import StagePanic, Verdict, act, repeats
 from omni_bus.stages.probe.spec import SAMPLE_RATE, SAMPLES_PER_WORD, ProbeOptions, ProbeWord
@@ -48,7 +49,7 @@ class Row:
         return not self.paused and not self.hung and bool(self.chunks or self.words)
 
 
-class ProbeStage:
+class ProbeStage(WokenByEvents):
     """Batching, pausing and isolation of rows; what a row does in its turn is `advance`."""
 
     def load(self, ctx: StageContext) -> None:

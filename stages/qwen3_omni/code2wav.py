@@ -109,6 +109,13 @@ class Code2WavStage:
     def has_work(self) -> bool:
         return any(map(self._drained, self._streams.values())) or bool(self._next_batch(self._clock()))
 
+    def wake_at(self) -> float | None:
+        """When the first stream's lead will have shrunk so far that what it holds is no longer worth keeping back."""
+        now = self._clock()
+        times = (self._rule.due(stream) for stream in self._streams.values() if not stream.paused)
+        # One that is due already waits for a slot, which only an event can free.
+        return min((due for due in times if due is not None and due > now), default=None)
+
     def step(self) -> Iterable[Emission]:
         out: list[Emission] = []
         for request_id in [request_id for request_id, stream in self._streams.items() if self._drained(stream)]:

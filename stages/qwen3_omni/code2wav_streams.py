@@ -41,6 +41,12 @@ class ChunkRule:
         limit = max(wanted, min(self.max_frames, 2 * stream.last_chunk)) if stream.frames else self.first_frames
         return min(arrived, limit)
 
+    def due(self, stream: Stream) -> float | None:
+        """When the frames that wait for more go out even if none come; None while none wait, and before the first chunk."""
+        if not stream.buffered or not stream.frames:
+            return None
+        return stream.empty_at - 2 * self.frame_seconds * (stream.buffered + 1)
+
 
 @dataclasses.dataclass(slots=True)
 class Stream:
@@ -95,4 +101,9 @@ class Stream:
         """Seconds of audio that are still to be played; before the first emission, minus the time since the request came."""
         if not self.frames:
             return self.opened - now
-        return self.samples / SAMPLE_RATE - (now - self.first_emission)
+        return self.empty_at - now
+
+    @property
+    def empty_at(self) -> float:
+        """When a listener who began at the first emission has heard all that was emitted."""
+        return self.first_emission + self.samples / SAMPLE_RATE

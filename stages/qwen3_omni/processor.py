@@ -23,6 +23,7 @@ from omni_bus.stages.contract import (
     StageError,
     StageRequest,
     StageStats,
+    WokenByEvents,
 )
 from omni_bus.stages.media import decode_image, probe_video, read_frames
 from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
@@ -60,7 +61,7 @@ class Prepared:
     user_positions: list[int]
 
 
-class ProcessorStage:
+class ProcessorStage(WokenByEvents):
     """Each request brings one ChatInput and leaves as one chunk to the Thinker and, for speech, one to the Talker."""
 
     def __init__(self) -> None:

@@ -75,9 +75,10 @@ async def test_stream_of_audio_alone_has_no_text(server: Any) -> None:
 
 
 async def test_stream_says_what_was_heard(server: Any) -> None:
-    server.bus.script = (heard("good morning"), text("Hi", "stop"))
+    server.bus.script = (heard("good morning"), heard("again"), heard(""), text("Hi", "stop"))
     seen = await events(server)
-    assert seen[1]["input_transcript"] == "good morning" and delta(seen[1]) == {}
+    assert [e["input_transcript"] for e in seen if "input_transcript" in e] == ["good morning", "again"]
+    assert delta(seen[1]) == {} == delta(seen[2])
 
 
 async def test_stream_of_nothing_still_ends_well(server: Any) -> None:
@@ -127,7 +128,7 @@ async def test_whole_answer(server: Any) -> None:
     status, answer = await server.chat(**SPEECH)
     message = answer["choices"][0]["message"]
     assert status == 200 and answer["object"] == "chat.completion" and answer["choices"][0]["finish_reason"] == "length"
-    assert (message["role"], message["content"], message["input_transcript"]) == ("assistant", "Hello", "hey")
+    assert (message["role"], message["content"], message["input_transcript"]) == ("assistant", "Hello", "hey\nyou")
     assert set(message["audio"]) == {"id", "data", "transcript", "expires_at"} and message["audio"]["transcript"] == "Hello"
     samples, rate = soundfile.read(io.BytesIO(base64.b64decode(message["audio"]["data"])), dtype="int16")
     assert rate == 24_000 and samples.tobytes() == PCM_CHUNK

@@ -193,9 +193,14 @@ def test_waiting_ends_as_the_lead_melts(directory: pathlib.Path) -> None:
     bench.run()
     bench.feed(1, frames(3))
     assert not bench.stage.has_work()  # 4 s of lead: worth waiting for more
-    bench.clock.now += 3.4
+    wake = bench.stage.wake_at()
+    assert wake is not None and wake > bench.clock.now
+    bench.clock.now = wake - 0.01
+    assert not bench.stage.has_work()
+    bench.clock.now = wake + 0.001
     assert bench.stage.has_work()
     assert bench.step() == {1: 3}
+    assert bench.stage.wake_at() is None, "nothing waits"
 
 
 def test_the_last_chunk_flushes_what_waits(directory: pathlib.Path, expected: Callable[[torch.Tensor], torch.Tensor]) -> None:
