@@ -124,7 +124,15 @@ async def test_failure_before_any_output_is_a_status(
 
 
 async def test_whole_answer(server: Any) -> None:
-    server.bus.script = (heard("hey"), text("Hello"), audio(), text("", "length"), audio(b"", last=True))
+    server.bus.script = (
+        heard("hey"),
+        heard("you"),
+        heard(""),
+        text("Hello"),
+        audio(),
+        text("", "length"),
+        audio(b"", last=True),
+    )
     status, answer = await server.chat(**SPEECH)
     message = answer["choices"][0]["message"]
     assert status == 200 and answer["object"] == "chat.completion" and answer["choices"][0]["finish_reason"] == "length"
