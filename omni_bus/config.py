@@ -190,6 +190,8 @@ class _Checker:
 
     def _stage(self, spec: StageSpec, table: dict[str, Any]) -> StageConfig | None:
         path = ("stages", spec.name)
+        for name in spec.unused & table.keys():
+            self.report((*path, name), f": stage {spec.name} has no use for it; leave it out")
         defaults = {"devices": (spec.device,), "max_batch": spec.max_batch}
         common, options = self._split(table, StageConfig, spec.options, path)
         common.pop("sampling", None)
@@ -250,7 +252,14 @@ class _Checker:
         missing = [field.name for field in msgspec.structs.fields(kind) if field.required and field.name not in read]
         for name in missing:
             self.report((*path, name), ": missing")
-        return None if missing else dict(msgspec.to_builtins(kind(**read)))
+        if missing:
+            return None
+        try:
+            return dict(msgspec.to_builtins(kind(**read)))
+        except ValueError as error:  # a rule of the type's own: its sentence begins with the key
+            name, _, rule = str(error).partition(" ")
+            self.report((*path, name), f" {rule}")
+            return None
 
     def _fields(self, kind: type[msgspec.Struct], table: dict[str, Any], path: KeyPath, section: str) -> dict[str, Any] | None:
         """Converted values of the known keys said, unknown ones reported; None after reporting what is wrong with a value."""

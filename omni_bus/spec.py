@@ -38,6 +38,7 @@ class StageSpec:
     options: type[msgspec.Struct] = NoOptions  # keys of [stages.NAME] beyond the common ones, with their defaults
     device: str = "cpu"  # default of `devices`
     max_batch: int = 16
+    unused: frozenset[str] = frozenset()  # common keys of [stages.NAME] that change nothing in this stage: refused where said
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,10 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
             stage = deployment.stages[name]
             size = bytes_text(weights[name]) if name in weights else "-"
             device = stage.devices[index % len(stage.devices)]
-            rows.append((name, worker, device, stage.dtype, str(stage.threads), str(stage.max_batch), size))
+            unused = pipeline.stage(name).unused
+            dtype = "-" if "dtype" in unused else stage.dtype
+            batch = "-" if "max_batch" in unused else str(stage.max_batch)
+            rows.append((name, worker, device, dtype, str(stage.threads), batch, size))
     yield from table(rows)
     yield ""
     edges = [("edge", "connector", "credits")]

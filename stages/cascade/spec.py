@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ VOICE = "heart"  # the one voice inside the hibari package
 
 
 class AsrOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    compute_type: str = "int8"  # CTranslate2's: int8 or float32
+    compute_type: Literal["int8", "float32"] = "int8"  # CTranslate2's
 
 
 class LlmOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +31,10 @@ class LlmOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class TtsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     speed: float = 1.0  # 0.5 slow … 2.0 fast
     seed: int = 0  # of the voice's noise; a request's own seed goes before it
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.speed <= 2.0:
+            raise ValueError("speed must be from 0.5 to 2")
 
 
 def _asr() -> Stage:
@@ -54,7 +58,7 @@ def _tts() -> Stage:
 PIPELINE = PipelineSpec(
     name="cascade",
     stages=(
-        StageSpec(name="asr", factory=_asr, options=AsrOptions, max_batch=1),
+        StageSpec(name="asr", factory=_asr, options=AsrOptions, max_batch=1, unused=frozenset({"dtype", "max_batch"})),
         StageSpec(
             name="llm",
             factory=_llm,
@@ -62,7 +66,14 @@ PIPELINE = PipelineSpec(
             sampling=SamplingParams(temperature=0.0, max_tokens=256),
             max_batch=8,
         ),
-        StageSpec(name="tts", factory=_tts, options=TtsOptions, modalities=frozenset({"audio"}), max_batch=1),
+        StageSpec(
+            name="tts",
+            factory=_tts,
+            options=TtsOptions,
+            modalities=frozenset({"audio"}),
+            max_batch=1,
+            unused=frozenset({"dtype", "max_batch"}),
+        ),
     ),
     edges=(
         EdgeSpec(source="client", target="asr", payload=ChatInput),

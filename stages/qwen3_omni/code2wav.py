@@ -64,8 +64,8 @@ class Code2WavStage:
         self._config = code2wav_config.parse(Section(checkpoint.files.json("config.json")).section("code2wav_config"))
         edge = ctx.edge_options(IN_EDGE, CodecEdgeOptions)
         self._rule = ChunkRule(
-            max(1, edge.first_chunk_frames),
-            max(1, edge.first_chunk_frames, edge.max_chunk_frames),
+            edge.first_chunk_frames,
+            edge.max_chunk_frames,
             ctx.edges[IN_EDGE].credits,
             self._config.frame_samples / SAMPLE_RATE,
         )

@@ -28,6 +28,12 @@ class CodecEdgeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_chunk_frames: int = 1
     max_chunk_frames: int = 25
 
+    def __post_init__(self) -> None:
+        if self.first_chunk_frames < 1:
+            raise ValueError("first_chunk_frames must be at least 1")
+        if self.max_chunk_frames < self.first_chunk_frames:
+            raise ValueError(f"max_chunk_frames must be at least first_chunk_frames, which is {self.first_chunk_frames}")
+
 
 def _processor() -> Stage:
     from omni_bus.stages.qwen3_omni.processor import ProcessorStage
@@ -71,7 +77,7 @@ def check_model(model_path: str) -> None:
 PIPELINE = PipelineSpec(
     name="qwen3_omni",
     stages=(
-        StageSpec(name="processor", factory=_processor),
+        StageSpec(name="processor", factory=_processor, unused=frozenset({"dtype", "max_batch"})),
         StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=AROptions),
         StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=AROptions),
         StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH),

@@ -14,6 +14,9 @@ import pytest
 
 from omni_bus import __version__
 from omni_bus.cli import main
+from omni_bus.commands.check import plan
+from omni_bus.deployment import ApiConfig, BusConfig, Deployment, EdgeConfig, ModelConfig, StageConfig
+from omni_bus.spec import load_pipeline
 
 PROBE = '[model]\npipeline = "probe"\n'
 
@@ -156,6 +159,19 @@ def test_check_knows_the_weights_of_a_stage(tmp_path: pathlib.Path, capfd: pytes
     assert outcome(["check", "good.toml", "--set", "model.path=model", "--set", "stages.sink.dtype=bfloat16"]) == 0
     weights = {line[0]: " ".join(line[6:]) for line in map(str.split, capfd.readouterr().out.splitlines()) if len(line) > 6}
     assert (weights["source"], weights["relay"], weights["sink"]) == ("5.0 MiB", "-", "1.0 MiB")
+
+
+def test_check_claims_no_dtype_or_batch_for_a_stage_that_has_none() -> None:
+    placed = Deployment(
+        model=ModelConfig(pipeline="cascade"),
+        api=ApiConfig(),
+        bus=BusConfig(),
+        stages={name: StageConfig(devices=("cpu",)) for name in ("asr", "llm", "tts")},
+        edges={edge.name: EdgeConfig(credits=1) for edge in load_pipeline("cascade").edges},
+    )
+    rows = [line.split() for line in plan(placed, load_pipeline("cascade"), {})]
+    shown = {row[0]: (row[3], row[5]) for row in rows if row and row[0] in placed.stages}
+    assert shown == {"asr": ("-", "-"), "llm": ("float32", "16"), "tts": ("-", "-")}
 
 
 def test_check_says_what_will_not_fit(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:

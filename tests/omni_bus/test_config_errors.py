@@ -11,6 +11,9 @@ from omni_bus.config import load_deployment
 from omni_bus.errors import ConfigError
 
 PROBE = '[model]\npipeline = "probe"\n'
+OMNI = '[model]\npipeline = "qwen3_omni"\n'
+CASCADE = '[model]\npipeline = "cascade"\n'
+CODEC = '[edges."talker->code2wav"]\n'
 
 TOML = {
     "unknown table": (PROBE + "[apis]\n", ":3: apis: unknown table", '(did you mean "api"?)'),
@@ -67,6 +70,14 @@ TOML = {
     "lost before the heartbeat": (PROBE + "[bus]\nheartbeat_s = 5\nlost_after_s = 6\n", ":5: bus.lost_after_s: must be at least twice", "5"),
     "open to the world": (PROBE + '[api]\nhost = "0.0.0.0"\n', ":4: api.host: without api.api_keys_file", "loopback"),
     "no key file": (PROBE + '[api]\napi_keys_file = "nokeys.txt"\n', ":4: api.api_keys_file:", "cannot be read: No such file"),
+    "option below its least": (OMNI + "[stages.thinker]\nblock_size = 0\n", ":4: stages.thinker.block_size must be at least 1", "1"),
+    "option between its values": (OMNI + "[stages.talker]\nmax_length = 1\n", ":4: stages.talker.max_length must be 0 or at least 2", "2"),
+    "no first frame": (OMNI + CODEC + "first_chunk_frames = 0\n", ".first_chunk_frames must be at least 1", ":4: edges"),
+    "most below the first": (OMNI + CODEC + "first_chunk_frames = 4\nmax_chunk_frames = 3\n", ".max_chunk_frames must be at least first", ":5: edges"),
+    "first above the default most": (OMNI + CODEC + "first_chunk_frames = 30\n", "max_chunk_frames must be at least", "which is 30"),
+    "option of no such choice": (CASCADE + '[stages.asr]\ncompute_type = "int9"\n', ":4: stages.asr.compute_type must be one of", '(did you mean "int8"?)'),
+    "option out of range": (CASCADE + "[stages.tts]\nspeed = 9\n", ":4: stages.tts.speed must be from 0.5 to 2", "2"),
+    "key that a stage does not use": (CASCADE + '[stages.asr]\ndtype = "bfloat16"\n', ":4: stages.asr.dtype: stage asr has no use for it", "leave it out"),
     "duplicate key": (PROBE + "[api]\nport = 1\nport = 2\n", ":5: not valid TOML", "overwrite"),
     "duplicate table": (PROBE + "[api]\n[api]\n", ":4: not valid TOML", "twice"),
     "not TOML": (PROBE + "[api\n", ":3: not valid TOML", "Expected ']'"),
