@@ -5,6 +5,8 @@ Labels come from the pipeline and from fixed lists, never from a client, so that
 
 from __future__ import annotations
 
+import collections
+import statistics
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -18,6 +20,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _LEAD_SECONDS = (-5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0, 5.0, 10.0)
+RECENT = 256  # answers whose figures /v1/status speaks of
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -43,14 +46,14 @@ class Metrics:
         self.ttft = Histogram(
             "omni_bus_ttft_seconds", "Time to first text, from the request's arrival.", buckets=_SECONDS, registry=registry
         )
-        self.ttfp = Histogram(
+        self._ttfp = Histogram(
             "omni_bus_ttfp_seconds", "Time to first audio packet, from arrival.", buckets=_SECONDS, registry=registry
         )
         self.tpot = Histogram(
             "omni_bus_tpot_seconds", "Time per text token after the first.", buckets=_TOKEN_SECONDS, registry=registry
         )
         self.e2el = Histogram("omni_bus_e2el_seconds", "Arrival to end of answer.", buckets=_SECONDS, registry=registry)
-        self.rtf = Histogram(
+        self._rtf = Histogram(
             "omni_bus_rtf",
             "Real-time factor: seconds from arrival to end per second of audio.",
             buckets=_RATIOS,
@@ -77,6 +80,7 @@ class Metrics:
             registry=registry,
         )
         self._worst = self._held = 0.0
+        self._recent = {name: collections.deque[float](maxlen=RECENT) for name in ("ttfp_s", "rtf")}
         self._codes = _error_codes(errors.OmniBusError)
         self._bus = _BusCollector()
         registry.register(self._bus)
@@ -87,6 +91,19 @@ class Metrics:
 
     def failed(self, code: str) -> None:
         self._failures.labels(code if code in self._codes else "other").inc()
+
+    def first_packet(self, seconds: float) -> None:
+        """Arrival to the first audio packet."""
+        self._ttfp.observe(seconds)
+        self._recent["ttfp_s"].append(seconds)
+
+    def real_time_factor(self, ratio: float) -> None:
+        self._rtf.observe(ratio)
+        self._recent["rtf"].append(ratio)
+
+    def recent(self) -> dict[str, float | None]:
+        """Medians over the last answers with audio that this process gave; None before the first."""
+        return {name: statistics.median(values) if values else None for name, values in self._recent.items()}
 
     def lagged(self, late: float, held: float) -> None:
         """Seconds, as LoopLag observes them."""

@@ -44,7 +44,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
-    """The broker's view: stages, replicas, requests."""
+    """The broker's view: stages, replicas, requests; and how soon and how fast the last answers were spoken."""
     seen = await _broker_status(request)
     model = request.app[MODEL]
     body = msgspec.to_builtins(seen)
@@ -59,7 +59,7 @@ async def status(request: web.Request) -> web.Response:
         }
         for stage in model.pipeline.stages
     ]
-    return json_response({"model": model.name, **body, "stages": stages})
+    return json_response({"model": model.name, **body, "recent": request.app[METRICS].recent(), "stages": stages})
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -34,7 +34,7 @@ class AnswerTiming:
         now = time.monotonic()
         if self._playback_start is None:
             self._playback_start = now
-            self._metrics.ttfp.observe(now - self._arrival)
+            self._metrics.first_packet(now - self._arrival)
         else:
             lead = self._audio_s - (now - self._playback_start)
             self._metrics.playback_lead.observe(lead)
@@ -52,4 +52,4 @@ class AnswerTiming:
         if self._first_text is not None and self._tokens:
             self._metrics.tpot.observe((self._last_text - self._first_text) / self._tokens)
         if self._audio_s:
-            self._metrics.rtf.observe((now - self._arrival) / self._audio_s)
+            self._metrics.real_time_factor((now - self._arrival) / self._audio_s)

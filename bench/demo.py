@@ -118,8 +118,10 @@ def main() -> int:
             if not good:
                 print("the answer is not complete", file=sys.stderr)
             if good and not arguments.once:
-                print(f"serving on {server.address} — open it in a browser, or stop with Ctrl-C", flush=True)
-                server.process.wait()
+                command = pathlib.Path(sys.executable).with_name("omni-bus")
+                print(f"serving on {server.address}, until Ctrl-C; try", flush=True)
+                print(f"  {command} chat 'Who are you?' --url {server.address} --out reply.wav", flush=True)
+                good = server.process.wait() == 0
     except KeyboardInterrupt:
         return 0
     except (RuntimeError, OSError) as error:

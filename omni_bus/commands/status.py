@@ -61,6 +61,10 @@ def render(status: dict[str, Any]) -> Iterator[str]:
     yield from table(rows)
     yield ""
     yield f"requests  now: {_counts(status['requests'])};  ended: {_counts(status['ended'])}"
+    recent = status["recent"]
+    if recent["ttfp_s"] is not None:
+        rtf = "-" if recent["rtf"] is None else f"{recent['rtf']:.2f}"
+        yield f"speech    TTFP {recent['ttfp_s'] * 1e3:.0f} ms, RTF {rtf}  (medians of the last answers)"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -240,5 +240,9 @@ async def test_metrics_of_an_answer(server: Any) -> None:
     for name in ("ttft_seconds", "ttfp_seconds", "tpot_seconds", "e2el_seconds", "rtf", "playback_lead_seconds"):
         assert await server.metric(f"omni_bus_{name}_count") == 1, name
     assert await server.metric("omni_bus_audio_seconds_total") == pytest.approx(0.16)
+    async with server.http.get(f"{server.url}/v1/status") as answer:
+        recent = (await answer.json())["recent"]
+    assert recent["ttfp_s"] == pytest.approx(await server.metric("omni_bus_ttfp_seconds_sum")) and recent["ttfp_s"] > 0
+    assert recent["rtf"] == pytest.approx(await server.metric("omni_bus_rtf_sum")) and recent["rtf"] > 0
     assert await server.metric("omni_bus_underruns_total") == 0
     assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="200"}') == 1

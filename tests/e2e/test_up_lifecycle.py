@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -232,6 +233,7 @@ def test_commands_against_a_running_server(shared_server: Callable[..., Server],
     shown = omni_bus("status", "--url", server.url)
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()[2:6]] == ["stage", "source", "relay", "sink"]
+    assert re.search(r"^speech    TTFP \d+ ms, RTF \d+\.\d\d ", shown.stdout, re.M), shown.stdout
     load = ("--concurrency", "1,3", "--requests", "4", "--warmup", "0", "--prompt-words", "5", "--json", str(figures))
     bench = omni_bus("bench", server.url, *load)
     assert bench.returncode == 0, bench.stderr
