@@ -8,6 +8,7 @@ import io
 import json
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -153,3 +154,20 @@ def test_the_demo_ends_after_its_turn_on_another_port_if_its_own_is_taken(
     with wave.open(str(out)) as sound:
         samples = numpy.frombuffer(sound.readframes(sound.getnframes()), "<i2")
     assert len(samples) > 24_000 and numpy.abs(samples.astype(int)).max() > 3000
+
+
+def test_the_demo_goes_on_serving_until_ctrl_c(tmp_path: pathlib.Path) -> None:
+    skip_without_packages()
+    command = [sys.executable, "-m", "bench.demo", "--port", "0", "--out", str(tmp_path / "reply.wav")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as demo:
+        try:
+            assert demo.stdout is not None
+            said = next(found for line in demo.stdout if (found := re.match(r"serving on (http://\S+), until Ctrl-C", line)))
+            with urllib.request.urlopen(f"{said[1]}/ready") as answer:
+                assert answer.status == 200
+            demo.send_signal(signal.SIGINT)
+            assert demo.wait(20) == 0
+        finally:
+            demo.kill()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{said[1]}/health")
