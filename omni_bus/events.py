@@ -44,7 +44,6 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     voice: str | None = None
     seed: int | None = None
     sampling: dict[str, SamplingParams] = {}  # by stage name
-    include_transcript: bool = True
 
 
 class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):
