@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -61,6 +61,8 @@ class Row:
     ended: bool = False
     paused: bool = False
     blocks: list[int] = dataclasses.field(default_factory=list)  # KV block table
+    slot: int = 0  # 1 … max_batch while the row is admitted, its place in what a program keeps on the device; 0 = none
+    seed: int = 0  # of draws that are made on the device, 0 … 2**63 - 1
 
     def append(self, inputs: Inputs) -> None:
         """More input positions, behind those already there."""
@@ -156,3 +158,51 @@ class Program(Protocol):
 
     def release(self, row: Row) -> None:
         """The row is gone (done, failed or cancelled): free what the program holds for it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """What one step of B rows needs of each row, on the device, at the same addresses in every step.
+
+    Rows that only fill the batch up have slot 0, which no request ever gets: what is written there is never used.
+    """
+
+    slots: torch.Tensor  # int64 [B]
+    positions: torch.Tensor  # int64 [3, B]
+    tokens: torch.Tensor  # int64 [B]: the row's next input id
+    seeds: torch.Tensor  # int64 [B]
+    draws: torch.Tensor  # int64 [B]: number of the row's next draw, that is of its output ids so far
+    top_k: torch.Tensor  # int64 [B]; 0 = all
+    temperature: torch.Tensor  # float32 [B]; 0 = greedy
+    top_p: torch.Tensor  # float32 [B]
+    penalty: torch.Tensor  # float32 [B]: repetition penalty, 1 = none
+    no_eos: torch.Tensor  # bool [B]: too few output ids yet for an end token
+
+
+@runtime_checkable
+class GraphedProgram(Program, Protocol):
+    """A program that also has a form without Python per row, which a CUDA graph can hold.
+
+    Where the engine uses it, `graph_prepare` is called once, behind `load`. From then on `sampled` is not called but
+    `graph_sampled`, and the row's next input after a token is one token id, whatever that is to `graph_embed`. The methods marked
+    "captured" may not read anything back, nor depend on any value that is not in a tensor.
+    """
+
+    def graph_prepare(self, max_batch: int) -> None:
+        """Allocate what is kept on the device for slots 0 … max_batch."""
+
+    def graph_reset(self, row: Row) -> None:
+        """The row got its slot: clear what was kept there for another."""
+
+    def graph_embed(self, step: StepTensors) -> torch.Tensor:
+        """Captured: the inputs of step.tokens → [B, hidden]."""
+
+    def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Captured: [B, hidden], post-norm → (int64 [B, M], of which column 0 is the sampled token, and scores or None).
+
+        The scores, float32 [B, vocab], are for a program that samples on the device only rows with no more than greedy
+        sampling; the engine samples the others from them. None = all rows are sampled, as `step` says.
+        """
+
+    def graph_sampled(self, rows: Sequence[Row], output: torch.Tensor) -> None:
+        """As `sampled`; output: int64 [rows, M] on the host, what graph_output gave for each row."""

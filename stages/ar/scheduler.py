@@ -39,16 +39,20 @@ class Scheduler:
         self.max_length = max_length
         self.waiting: dict[int, Row] = {}
         self.running: dict[int, Row] = {}
+        self._slots = list(range(max_batch, 0, -1))
 
     def add(self, row: Row) -> None:
         assert not row.blocks
         self.waiting[row.request.id] = row
 
     def remove(self, row: Row) -> None:
-        """The row is gone; its blocks are free at once."""
+        """The row is gone; its blocks and its slot are free at once."""
         self.waiting.pop(row.request.id, None)
         self.running.pop(row.request.id, None)
         self.blocks.free(row.blocks)
+        if row.slot:
+            self._slots.append(row.slot)
+            row.slot = 0
 
     def has_work(self) -> bool:
         """Whether `schedule` would find something."""
@@ -89,3 +93,4 @@ class Scheduler:
         del self.waiting[row.request.id]
         self.running[row.request.id] = row
         row.blocks = self.blocks.allocate(self.blocks.needed(self.positions_needed(row)))
+        row.slot = self._slots.pop()
