@@ -12,7 +12,7 @@ import msgspec
 from omni_bus.api.audio_encode import encode_audio
 from omni_bus.api.bus import RequestStream
 from omni_bus.api.chat_request import ChatRequest
-from omni_bus.api.chat_usage import openai_usage
+from omni_bus.api.chat_usage import answer_usage
 from omni_bus.api.timing import AnswerTiming
 from omni_bus.payloads import AudioDelta, InputTranscript, TextDelta
 
@@ -62,7 +62,7 @@ async def whole_answer(
         "created": created,
         "model": chat.model,
         "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
-        "usage": openai_usage(stream.usage, text_stage),
+        "usage": answer_usage(stream, text_stage),
     }
     if not pcm:
         return msgspec.json.encode(body)

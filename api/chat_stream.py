@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from aiohttp import web
 
 from omni_bus.api.bus import Item, RequestStream
 from omni_bus.api.chat_request import ChatRequest
-from omni_bus.api.chat_usage import openai_usage
+from omni_bus.api.chat_usage import answer_usage
 from omni_bus.api.errors_render import error_body, internal_error
 from omni_bus.api.keys import METRICS, OUTCOME, REQUEST_ID
 from omni_bus.api.timing import AnswerTiming
@@ -67,11 +66,11 @@ class ChunkRenderer:
             case other:
                 raise TypeError(f"no client payload: {type(other).__name__}")
 
-    def finish(self, usage: Mapping[str, Mapping[str, int]], text_stage: str) -> bytes:
+    def finish(self, stream: RequestStream, text_stage: str) -> bytes:
         """The last event with choices, the usage event if asked for, and the end."""
         last = self._chunk({}, "text", finish_reason=self._finish_reason)
         if self._chat.include_usage:
-            last += event({**self._head, "choices": [], "usage": openai_usage(usage, text_stage)})
+            last += event({**self._head, "choices": [], "usage": answer_usage(stream, text_stage)})
         return last + DONE
 
     def _chunk(self, delta: dict[str, Any], modality: str, *, finish_reason: str | None = None, **more: str) -> bytes:
@@ -117,7 +116,7 @@ async def stream_answer(
             if rendered is not None:
                 await response.write(rendered)
         timing.ended()
-        await response.write(renderer.finish(stream.usage, text_stage))
+        await response.write(renderer.finish(stream, text_stage))
     except ConnectionError:
         request[OUTCOME] = Cancelled.status
     except OmniBusError as error:

@@ -1,9 +1,17 @@
-"""Usage as OpenAI counts it, from what the stages counted."""
+"""Usage as OpenAI counts it, from what the stages counted; beside it, under our own name, when each edge had its first chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from omni_bus.api.bus import RequestStream
+
+
+def answer_usage(stream: RequestStream, text_stage: str) -> dict[str, Any]:
+    """What an answer says in `usage`. `first_chunk_ms`: edge → milliseconds since the broker had the request."""
+    first = {edge: round(1e3 * seconds, 2) for edge, seconds in stream.first_chunks.items()}
+    return {**openai_usage(stream.usage, text_stage), "omni_bus": {"first_chunk_ms": first}}
 
 
 def openai_usage(usage: Mapping[str, Mapping[str, int]], text_stage: str) -> dict[str, Any]:

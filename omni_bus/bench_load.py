@@ -1,4 +1,4 @@
-"""The load of `omni-bus bench`: a closed loop of streaming chats, each measured as its client sees it."""
+"""The load of `omni-bus bench`: streaming chats, in a closed loop or as they arrive, each measured as its client sees it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ class Measured:
     error: str | None = None
     first_text_s: float | None = None
     last_text_s: float | None = None
+    prompt_tokens: int = 0  # the server's count
     text_tokens: int = 0  # the server's count, else the number of text deltas
+    first_chunks_ms: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # by edge, since the broker had the request; ours only
     packets: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     end_s: float = 0.0
 
@@ -92,6 +96,19 @@ async def closed_loop(load: Load, concurrency: int, count: int, *, first: int = 
     return measured, time.perf_counter() - start
 
 
+async def open_loop(load: Load, rate: float, count: int, *, first: int = 0) -> tuple[list[Measured], float]:
+    """`count` requests at `rate` a second on average, Poisson, whatever becomes of those before; the same times for the same seed."""
+    draw = random.Random(f"{load.seed} arrivals {first}")
+    start = due = time.perf_counter()
+    running: list[asyncio.Task[Measured]] = []
+    async with asyncio.TaskGroup() as group:
+        for index in range(first, first + count):
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            running.append(group.create_task(one(load, index)))
+            due += draw.expovariate(rate)
+    return [task.result() for task in running], time.perf_counter() - start
+
+
 async def one(load: Load, index: int) -> Measured:
     measured, stream, texts = Measured(), SpeechStream(), 0
     start = time.perf_counter()
@@ -112,6 +129,8 @@ async def one(load: Load, index: int) -> Measured:
     except (OmniBusError, ValueError) as error:
         measured.error = str(error)
     measured.end_s = time.perf_counter() - start
+    measured.prompt_tokens = int(stream.usage.get("prompt_tokens") or 0)
+    measured.first_chunks_ms = (stream.usage.get("omni_bus") or {}).get("first_chunk_ms") or {}
     measured.text_tokens = int(stream.usage.get("completion_tokens") or texts)
     if measured.error is None and load.speech and not measured.packets:
         measured.error = "no audio came"

@@ -54,6 +54,7 @@ class _Request:
         self.cancel_sent = False
         self.error: OmniBusError | None = None
         self.usage: dict[str, dict[str, int]] = {}
+        self.first_chunks: dict[str, float] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
         self._loop = loop
         self._waiters: list[asyncio.Future[None]] = []
@@ -91,6 +92,11 @@ class ClientStream:
     def usage(self) -> dict[str, dict[str, int]]:
         """Stage → figure → value, once the stream has ended well."""
         return self._request.usage
+
+    @property
+    def first_chunks(self) -> dict[str, float]:
+        """Edge → seconds from the request's arrival at the broker to the edge's first chunk, once the stream has ended well."""
+        return self._request.first_chunks
 
     def __aiter__(self) -> AsyncIterator[StreamItem]:
         return self._read()
@@ -264,11 +270,16 @@ class BusClient:
         request.arrived.clear()
         self._send(events.CancelRequest(request.ticket))
 
-    def _end(self, ticket: int, error: OmniBusError | None, usage: dict[str, dict[str, int]] | None = None) -> None:
+    def _end(self, ticket: int, error: OmniBusError | None) -> None:
         request = self._requests.pop(ticket, None)
         if request is not None:
-            request.usage = usage or {}
             request.end(error)
+
+    def _completed(self, event: events.Completed) -> None:
+        request = self._requests.get(event.ticket)
+        if request is not None:
+            request.usage, request.first_chunks = event.usage, event.first_chunks
+            self._end(event.ticket, None)
 
     def _end_all(self, error: OmniBusError) -> None:
         for ticket in list(self._requests):
@@ -303,7 +314,7 @@ class BusClient:
                     request.credited += event.count
                     request.wake()
             case events.Completed():
-                self._end(event.ticket, None, event.usage)
+                self._completed(event)
             case events.RequestFailed():
                 self._end(event.ticket, from_info(event.error))
             case events.RequestCancelled():

@@ -162,10 +162,14 @@ class Delta(Event, frozen=True):
 
 
 class Completed(Event, frozen=True):
-    """The request ended well. usage: stage name → figure → value (prompt_tokens, completion_tokens, frames, …)."""
+    """The request ended well. usage: stage name → figure → value (prompt_tokens, completion_tokens, frames, …).
+
+    first_chunks: edge → seconds from the request's arrival at the broker to the first chunk that a stage sent on it.
+    """
 
     ticket: int
     usage: dict[str, dict[str, int]] = {}
+    first_chunks: dict[str, float] = {}
 
 
 class RequestFailed(Event, frozen=True):

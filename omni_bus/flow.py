@@ -50,6 +50,8 @@ class Flow:
             inline_only(event.refs, frames)
         edge.accept(event.seq, event.last)
         self.edge_chunks[edge.name] += 1
+        if event.seq == 0:
+            request.first_chunks[edge.name] = now - request.arrived
         if edge.target == CLIENT:
             assert request.client is not None, "a running request has its client"
             if request.first_output is None:

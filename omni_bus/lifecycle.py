@@ -261,7 +261,7 @@ class Lifecycle:
             self.flow.tell(replica, events.Close(request.id, stage))
         client = self._decide(request, "done")
         if client is not None:
-            self._send(client, events.Completed(request.ticket, request.usage), ())
+            self._send(client, events.Completed(request.ticket, request.usage, request.first_chunks), ())
         self._end(request, now)
 
     def _fail(self, request: Request, error: OmniBusError, now: float) -> None:

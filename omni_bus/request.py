@@ -112,6 +112,7 @@ class Request:
     done: set[str] = dataclasses.field(default_factory=set)
     unacknowledged: set[str] = dataclasses.field(default_factory=set)  # stages whose Cancelled is awaited
     usage: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    first_chunks: dict[str, float] = dataclasses.field(default_factory=dict)  # edge → seconds since `arrived`
     kept: list[InputChunk] | None = dataclasses.field(default_factory=list)  # None: cannot be run again
     first_output: float | None = None
     outcome: str = ""  # "done", "cancelled", "failed:CODE", "retried": decided when the client's end is

@@ -1,25 +1,29 @@
-"""Put a closed loop of streaming chats on a server and measure what its listeners notice."""
+"""Put streaming chats on a server, in a closed loop or as they arrive, and measure what its listeners notice."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
 import sys
 from typing import Any
 
+import uvloop
+
 from omni_bus import __version__
-from omni_bus.bench_load import Load, Measured, closed_loop
-from omni_bus.bench_report import report, summarise
+from omni_bus.bench_load import Load, Measured, closed_loop, open_loop
+from omni_bus.bench_picture import Series, picture
+from omni_bus.bench_report import markdown, report, row, summarise
 from omni_bus.commands.chat import audio_part
 from omni_bus.errors import ConfigError
 from omni_bus.http_client import Refused, base_url, first_model, request
 
 NAME = "bench"
+ARRIVING_S = 30.0  # of arrivals, where nobody says how many requests
 EPILOG = """\
 TTFT  request sent -> first text       TTFP  request sent -> first packet that holds a sample of audio
 TPOT  time between two tokens of text  E2EL  request sent -> end of the answer
@@ -30,12 +34,24 @@ OMNI_BUS_API_KEY holds the key of a server that asks for one.
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the server, e.g. http://127.0.0.1:8091")
-    parser.add_argument(
+    arrivals = parser.add_mutually_exclusive_group()
+    arrivals.add_argument(
         "--concurrency", metavar="1,8,32", type=_counts, default=(1,), help="streams at once, one pass each (default: 1)"
     )
-    parser.add_argument("--requests", metavar="N", type=_count, help="in each pass (default: 3 x concurrency, at least 6)")
+    arrivals.add_argument(
+        "--rate", metavar="2.5,5", type=_rates, help="or requests a second, Poisson, however many are under way; one pass each"
+    )
     parser.add_argument(
-        "--warmup", metavar="N", type=_count_or_none, help="requests before each pass, not counted (default: its concurrency)"
+        "--requests", metavar="N", type=_count, help="in each pass (default: 3 x concurrency, or 30 s of arrivals; at least 6)"
+    )
+    parser.add_argument(
+        "--warmup",
+        metavar="N",
+        type=_count_or_none,
+        help="requests before each pass, not counted (default: its concurrency, or 6)",
+    )
+    parser.add_argument(
+        "--repeat", metavar="N", type=_count, default=1, help="run all passes N times; the last time counts (default: 1)"
     )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="what each request says")
@@ -54,20 +70,39 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="default: the first that the server names")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling (default: 0)")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="write the figures here, with every request's own")
+    parser.add_argument("--picture", metavar="FILE.svg", type=pathlib.Path, help="draw TTFP and underrun over concurrency here")
+    parser.add_argument(
+        "--baseline", metavar="FILE.json", type=pathlib.Path, help="compare with the figures of an earlier --json"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        raise ConfigError(f"{arguments.json.parent}: no such directory")
-    return asyncio.run(_run(arguments))
+    for file in (arguments.json, arguments.picture):
+        if file and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file.parent}: no such directory")
+    baseline = read_baseline(arguments.baseline) if arguments.baseline else None
+    return uvloop.run(_run(arguments, baseline))
 
 
-async def _run(arguments: argparse.Namespace) -> int:
+def read_baseline(file: pathlib.Path) -> Series:
+    """The `rows` of a --json, under its `name`, or the file's. Raises ConfigError for another file."""
+    try:
+        saved = json.loads(file.read_bytes())
+        series = Series(str(saved.get("name") or file.stem), saved["rows"])
+        markdown([(series.name, series.rows)])
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"{file}: holds no rows as `omni-bus bench --json` writes them") from None
+    return series
+
+
+async def _run(arguments: argparse.Namespace, baseline: Series | None) -> int:
     url = base_url(arguments.url)
     load = Load(
         url=url,
         model=arguments.model or await first_model(url),
-        ours=await _is_ours(url),
+        ours=await is_ours(url),
         prompt=arguments.prompt,
         prompt_words=arguments.prompt_words,
         audio=audio_part(arguments.audio) if arguments.audio else None,
@@ -77,20 +112,46 @@ async def _run(arguments: argparse.Namespace) -> int:
         speech_stage=arguments.speech_stage,
         seed=arguments.seed,
     )
-    passes, failed = [], 0
-    for concurrency in arguments.concurrency:
-        count = arguments.requests or max(3 * concurrency, 6)
-        await closed_loop(load, concurrency, concurrency if arguments.warmup is None else arguments.warmup, first=1_000_000)
-        measured, seconds = await closed_loop(load, concurrency, count)
-        summary = summarise(concurrency, measured, seconds)
-        passes.append({**summary, "each": [_own(one) for one in measured]})
-        failed += len(summary["errors"])
-        print("\n".join(report(summary)), flush=True)
-        for error in dict.fromkeys(summary["errors"]):
-            print(f"omni-bus: {summary['errors'].count(error)} failed: {error}", file=sys.stderr)
+    passes: list[dict[str, Any]] = []
+    for time in range(1, arguments.repeat + 1):
+        if arguments.repeat > 1:
+            print(f"pass {time} of {arguments.repeat}", flush=True)
+        if arguments.rate:
+            passes = [await _arriving(arguments, load, rate) for rate in arguments.rate]
+        else:
+            passes = [await _at_once(arguments, load, concurrency) for concurrency in arguments.concurrency]
+    rows = [row(one) for one in passes]
+    if baseline is not None:
+        print("\n" + markdown([(load.model, rows), (baseline.name, baseline.rows)]))
     if arguments.json:
-        arguments.json.write_text(json.dumps({**_circumstances(arguments, load), "passes": passes}, indent=1) + "\n")
-    return 1 if failed else 0
+        result = {"name": load.model, **_circumstances(arguments, load), "rows": rows, "passes": passes}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.picture:
+        series = [Series(load.model, rows), *([baseline] if baseline else [])]
+        arguments.picture.write_text(picture(series, f"{load.model}, {datetime.date.today().isoformat()}"))
+    return 1 if any(one["errors"] for one in passes) else 0
+
+
+async def _at_once(arguments: argparse.Namespace, load: Load, concurrency: int) -> dict[str, Any]:
+    count = arguments.requests or max(3 * concurrency, 6)
+    await closed_loop(load, concurrency, concurrency if arguments.warmup is None else arguments.warmup, first=1_000_000)
+    measured, seconds = await closed_loop(load, concurrency, count)
+    return _told(summarise(concurrency, measured, seconds), measured)
+
+
+async def _arriving(arguments: argparse.Namespace, load: Load, rate: float) -> dict[str, Any]:
+    count = arguments.requests or max(math.ceil(rate * ARRIVING_S), 6)
+    await open_loop(load, rate, 6 if arguments.warmup is None else arguments.warmup, first=1_000_000)
+    measured, seconds = await open_loop(load, rate, count)
+    return _told(summarise(None, measured, seconds, rate=rate), measured)
+
+
+def _told(summary: dict[str, Any], measured: list[Measured]) -> dict[str, Any]:
+    """The pass as it is saved, after it was printed."""
+    print("\n".join(report(summary)), flush=True)
+    for error in dict.fromkeys(summary["errors"]):
+        print(f"omni-bus: {summary['errors'].count(error)} failed: {error}", file=sys.stderr)
+    return {**summary, "each": [own(one) for one in measured]}
 
 
 def _circumstances(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
@@ -111,11 +172,12 @@ def _circumstances(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
             "text_tokens": arguments.text_tokens,
             "frames": arguments.frames,
             "seed": arguments.seed,
+            "repeat": arguments.repeat,
         },
     }
 
 
-def _own(measured: Measured) -> dict[str, Any]:
+def own(measured: Measured) -> dict[str, Any]:
     return {
         "error": measured.error,
         "ttft_s": measured.first_text_s,
@@ -123,10 +185,11 @@ def _own(measured: Measured) -> dict[str, Any]:
         "e2el_s": measured.end_s,
         "packets": [[round(arrival, 4), round(length, 4)] for arrival, length in measured.packets],
         "text_tokens": measured.text_tokens,
+        "first_chunk_ms": measured.first_chunks_ms,
     }
 
 
-async def _is_ours(url: str) -> bool:
+async def is_ours(url: str) -> bool:
     """Whether per-stage sampling may be named by stage; other servers take a list of one object for each of theirs."""
     try:
         async with request("GET", f"{url}/v1/status") as response:
@@ -151,3 +214,13 @@ def _count_or_none(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(_count(part) for part in text.split(","))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = (0.0,)
+    if not all(0 < rate <= 1e6 for rate in rates):
+        raise argparse.ArgumentTypeError(f'"{text}" must be numbers above 0, such as 2.5 or 1,2.5')
+    return rates

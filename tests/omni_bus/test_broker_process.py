@@ -116,6 +116,7 @@ async def test_a_request_streams_through_with_its_tensors(client: BusClient, wor
     pcm = items[0].tensors["pcm"]
     assert (pcm.dtype, pcm.shape, bytes(pcm.data)) == ("int16", (2,), b"\1\0\2\0")
     assert stream.usage == {"source": {"completion_tokens": 7}}
+    assert list(stream.first_chunks) == [OUT] and 0 < stream.first_chunks[OUT] < 60
     await worker.hear(events.Close)
 
 

@@ -170,13 +170,14 @@ async def test_a_header_that_cannot_be_read_fails_every_stream(client: BusClient
 
 async def test_events_for_tickets_that_have_ended_are_ignored(client: BusClient, broker: FakeBroker) -> None:
     stream, ticket = await submit(client, broker)
-    broker.say(events.Completed(ticket, {"source": {"n": 1}}))
+    broker.say(events.Completed(ticket, {"source": {"n": 1}}, {"source->client": 0.5}))
     broker.delta(ticket, 0)
     broker.say(events.RequestFailed(ticket, ErrorInfo("stage_failed", "")))
     broker.say(events.Consumed(ticket, "client->source", 1))
     broker.say(events.Completed(999))
     assert await read(stream) == []
     assert stream.usage == {"source": {"n": 1}}
+    assert stream.first_chunks == {"source->client": 0.5}
     await stream.cancel()
     await stream.append(CHAT)
     _, next_ticket = await submit(client, broker)

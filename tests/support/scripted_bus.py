@@ -35,6 +35,7 @@ FOREVER = object()  # in a script: nothing more ever comes
 Script = Sequence[StreamItem | Exception | object]
 GOOD: Script = (text("Hello"), audio(), text(" world"), text("", "stop"), audio(), audio(b"", last=True))
 USAGE = {"thinker": {"prompt_tokens": 7, "completion_tokens": 2}, "talker": {"frames": 3}, "vocoder": {"frames": 3}}
+FIRST_CHUNKS = {"thinker->client": 0.0123, "vocoder->client": 0.0456}
 
 
 @dataclasses.dataclass
@@ -50,6 +51,7 @@ class ScriptedStream:
     def __init__(self, script: Script) -> None:
         self._script = script
         self.usage: Mapping[str, Mapping[str, int]] = {}
+        self.first_chunks: Mapping[str, float] = {}
         self.taken = 0
         self.ended = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -66,6 +68,7 @@ class ScriptedStream:
             yield step
             await asyncio.sleep(0)
         self.usage = USAGE
+        self.first_chunks = FIRST_CHUNKS
         self.ended.set()
 
     async def cancel(self) -> None:
