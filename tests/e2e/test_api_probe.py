@@ -231,3 +231,30 @@ def test_metrics_know_the_bus(server: Server, client: openai.OpenAI) -> None:
     assert metric(server, "omni_bus_broker_up") == 1
     assert metric(server, 'omni_bus_stage_ready{stage="sink",worker="sink.0"}') == 1
     assert metric(server, 'omni_bus_broker_edge_chunks_total{edge="sink->client"}') >= 4
+
+
+EDGES = ("source->relay", "relay->sink", "source->client", "sink->client")  # those that a worker sends on
+
+
+def test_metrics_count_chunks_and_bytes_by_edge_and_connector(server: Server, client: openai.OpenAI) -> None:
+    """The workers' own figures come with their next heartbeat."""
+
+    def figures(name: str) -> dict[str, float]:
+        label = 'omni_bus_edge_{}_total{{connector="inline",edge="{}",worker="{}.0"}}'
+        return {edge: metric(server, label.format(name, edge, edge.partition("->")[0])) for edge in EDGES}
+
+    def counted() -> bool:
+        after = figures("chunks")
+        return all(after[edge] >= chunks[edge] + 4 for edge in EDGES)
+
+    chunks, sent = figures("chunks"), figures("bytes")
+    client.chat.completions.create(model="probe", messages=ask(WORDS), modalities=["text", "audio"])
+    eventually(counted, 10, "a heartbeat of each worker that tells of the request")
+    after = figures("bytes")
+    assert all(after[edge] > sent[edge] for edge in EDGES)
+    assert after["sink->client"] >= sent["sink->client"] + 4 * SAMPLES_PER_WORD * 2
+    for stage in ("source", "relay", "sink"):
+        where = f'{{stage="{stage}",worker="{stage}.0"}}'
+        assert metric(server, f"omni_bus_stage_batch{where}") >= 0 == metric(server, f"omni_bus_stage_queue{where}")
+        assert metric(server, f"omni_bus_stage_steps_total{where}") >= 4
+        assert metric(server, f"omni_bus_stage_busy_seconds_total{where}") > 0

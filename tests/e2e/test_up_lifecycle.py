@@ -121,6 +121,16 @@ def test_a_killed_api_process_is_started_again(robust: Server) -> None:
     assert server.answer("again").split() == ["again"]
 
 
+def test_api_processes_share_the_port_and_stand_in_for_each_other(serve: Callable[..., Server]) -> None:
+    server = serve("probe.toml", sets=[*ONE_PROCESS, "api.processes=2"])
+    assert {name for name in server.processes() if name.startswith("api.")} == {"api.0", "api.1"}
+    first = server.processes()["api.0"]
+    first.kill()
+    eventually(lambda: not first.is_running(), 5, "it has ended")
+    assert [server.answer(f"number {index}") for index in range(8)] == [f"number {index} " for index in range(8)]
+    eventually(lambda: "api.0" in server.processes() and server.processes()["api.0"].pid != first.pid, 10, "it is back")
+
+
 def test_a_killed_broker_is_started_again_with_all_that_hung_on_it(robust: Server) -> None:
     server = robust
     before = {name: process.pid for name, process in server.processes().items()}
@@ -234,6 +244,15 @@ def test_commands_against_a_running_server(shared_server: Callable[..., Server],
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()[2:6]] == ["stage", "source", "relay", "sink"]
     assert re.search(r"^speech    TTFP \d+ ms, RTF \d+\.\d\d ", shown.stdout, re.M), shown.stdout
+    top = subprocess.Popen(
+        [sys.executable, "-m", "omni_bus", "top", "--url", server.url, "--interval", "0.1"], stdout=subprocess.PIPE, text=True
+    )
+    assert top.stdout is not None
+    looks = [line for _, line in zip(range(24), top.stdout, strict=False) if line.startswith("probe (pipeline probe): ready")]
+    top.send_signal(signal.SIGINT)
+    with top.stdout:
+        top.stdout.read()
+    assert (top.wait(10), len(looks)) == (0, 3), "it looks again and again, and Ctrl-C ends it well"
     load = ("--concurrency", "1,3", "--requests", "4", "--warmup", "0", "--prompt-words", "5", "--json", str(figures))
     bench = omni_bus("bench", server.url, *load)
     assert bench.returncode == 0, bench.stderr
