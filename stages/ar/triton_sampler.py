@@ -1,0 +1,92 @@
+"""device_sampler.sample in one Triton kernel: one program a row, the row in registers, thresholds by bisection instead of a sort.
+
+Imports triton: only reached on a GPU. A score's bits, mapped to integers of the same order, are bisected for the lowest score that
+top_k, then top_p leave in: at most 32 sums over the row each, where a sort of 4,096 scores takes 78 exchanges.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _threshold(key, weight, bound):  # type: ignore[no-untyped-def]  # triton reads annotations as code
+    """The lowest key t for which the weight above t is less than `bound`."""
+    low = tl.min(key, 0).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64)
+    while low < high:
+        middle = (low + high) >> 1
+        above = tl.sum(tl.where(key > middle.to(tl.int32), weight, 0.0), 0)
+        enough = above < bound
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    return high.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sample(  # type: ignore[no-untyped-def]
+    scores, seeds, draws, temperature, top_k, top_p, out, stride, vocab, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < vocab
+    score = tl.load(scores + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    heat = tl.load(temperature + row)
+    if heat > 0:
+        score = tl.div_rn(score, heat) + 0.0  # -0 and 0 are one score
+        bits = score.to(tl.int32, bitcast=True)
+        key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+        k = tl.load(top_k + row)
+        if k > 0:
+            ones = tl.where(inside, 1.0, 0.0)
+            least = _threshold(key, ones, k.to(tl.float32))
+            score = tl.where(key >= least, score, float("-inf"))
+        p = tl.load(top_p + row)
+        if p < 1:
+            mass = tl.exp(score - tl.max(score, 0))
+            nucleus = _threshold(key, mass, p * tl.sum(mass, 0))
+            score = tl.where(key >= nucleus, score, float("-inf"))
+        draw = tl.load(draws + row)
+        zero = tl.zeros((BLOCK,), dtype=tl.uint32)
+        word, _, _, _ = tl.philox(
+            tl.load(seeds + row),
+            columns.to(tl.uint32),
+            zero + (draw & 0xFFFFFFFF).to(tl.uint32),
+            zero + ((draw >> 32) & 0xFFFFFFFF).to(tl.uint32),
+            zero,
+        )
+        uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+        score = score - tl.log(tl.maximum(-tl.log(uniform), 1e-20))
+    best = tl.argmax(tl.where(inside, score, float("-inf")), 0)
+    tl.store(out + row, best.to(tl.int64))
+
+
+def sample(
+    scores: torch.Tensor,
+    seeds: torch.Tensor,
+    draws: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """As device_sampler.sample, for rows of up to 4,096 scores of any floating dtype, contiguous within a row."""
+    rows, vocab = scores.shape
+    assert scores.stride(1) == 1
+    out = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    block = triton.next_power_of_2(vocab)
+    _sample[(rows,)](
+        scores,
+        seeds,
+        draws,
+        temperature,
+        top_k,
+        top_p,
+        out,
+        scores.stride(0),
+        vocab,
+        BLOCK=block,
+        num_warps=8 if block > 2048 else 4,
+    )
+    return out
