@@ -162,3 +162,9 @@ def test_windows_join_to_the_whole_and_cut_in_the_pause() -> None:
     assert numpy.array_equal(numpy.concatenate(pieces), sound)
     assert max(map(len, pieces)) <= WINDOW
     assert 25 * 16_000 < len(pieces[0]) < 26 * 16_000
+
+
+def test_it_computes_in_the_deployments_type(asr: Driver) -> None:
+    other = Driver("asr", compute_type="float32")
+    found = [driver.stage._model.model.compute_type for driver in (asr, other)]  # type: ignore[attr-defined]
+    assert found[0].startswith("int8") and found[1] == "float32"

@@ -50,6 +50,17 @@ def test_knows_the_capital_of_france(llm: Driver) -> None:
     assert deltas(llm, request)[-1].finish_reason == "stop"
 
 
+def test_the_deployments_system_prompt_stands_where_the_conversation_has_none(llm: Driver) -> None:
+    own = Driver("llm", system_prompt=SYSTEM)
+    asked = Turn("user", QUESTIONS[0])
+    sizes = [
+        driver.finished(answer(driver, *turns, max_tokens=1)).usage["prompt_tokens"]
+        for driver, turns in ((own, (asked,)), (llm, (Turn("system", SYSTEM), asked)), (own, (Turn("system", "Hi."), asked)))
+    ]
+    assert sizes[0] == sizes[1] > sizes[2]
+    assert llm.finished(answer(llm, asked, max_tokens=1)).usage["prompt_tokens"] > sizes[0], "the default prompt is longer"
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_same_tokens_as_transformers_on_the_same_weights(llm: Driver, checkpoint: pathlib.Path, question: str) -> None:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -54,6 +54,15 @@ def test_a_seed_fixes_every_sample_and_another_changes_them(tts: Driver) -> None
     assert len(say(tts, "Hello.", seed=-3))
 
 
+def test_speed_and_seed_of_the_deployment(tts: Driver) -> None:
+    fast = Driver("tts", speed=2.0, seed=5)
+    text = "The capital of France is Paris."
+    assert len(say(fast, text)) < 0.7 * len(say(tts, text))
+    assert torch.equal(say(fast, text), say(fast, text, seed=5))
+    slow, again = say(tts, text), say(tts, text, seed=0)
+    assert torch.equal(slow, again), "0 is the default"
+
+
 def test_each_clause_is_spoken_before_the_next_has_come(tts: Driver) -> None:
     request = tts.open()
     tts.stage.feed(request, chunk("llm->tts", Clause("Hello there,"), last=False))
