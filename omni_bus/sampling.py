@@ -6,6 +6,10 @@ import msgspec
 
 from omni_bus.errors import InvalidRequest
 
+LEAST_TEMPERATURE = 1e-6  # scores divided by less leave the range of float32
+_TEMPERATURE = f"a number from 0 to 100, and at least {LEAST_TEMPERATURE:f} where it is not 0"
+_PENALTY = "a number from 0.01 to 100"
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Request values over TOML values over pipeline defaults; see `merged`."""
@@ -29,10 +33,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def check(self, where: str) -> None:
         """Raise InvalidRequest naming `where.field` for a value out of range."""
         rules = (
-            ("temperature", self.temperature is None or 0 <= self.temperature <= 100, "a number from 0 to 100"),
+            ("temperature", self.temperature in (None, 0) or LEAST_TEMPERATURE <= self.temperature <= 100, _TEMPERATURE),
             ("top_k", self.top_k is None or self.top_k >= -1, "an integer, -1 or 0 for off"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a number above 0 and up to 1"),
-            ("repetition_penalty", self.repetition_penalty is None or 0 < self.repetition_penalty <= 100, "a number above 0"),
+            ("repetition_penalty", self.repetition_penalty is None or 0.01 <= self.repetition_penalty <= 100, _PENALTY),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "an integer of at least 1"),
             ("min_tokens", self.min_tokens is None or self.min_tokens >= 0, "an integer of at least 0"),
             ("stop", self.stop is None or (len(self.stop) <= 16 and all(self.stop)), "up to 16 non-empty strings"),

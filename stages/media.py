@@ -32,8 +32,10 @@ def decode_image(data: bytes) -> np.ndarray:
                 f"an image has {image.width}x{image.height} pixels; at most {MAX_IMAGE_PIXELS:,} are accepted", param="messages"
             )
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    except Image.DecompressionBombError as error:
+        raise TooLarge(f"an image has more than {MAX_IMAGE_PIXELS:,} pixels; send a smaller one", param="messages") from error
     # Pillow's plugins raise all of these on damaged files.
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError) as error:
         raise UndecodableMedia("an image could not be decoded; send PNG, JPEG, WebP, GIF or BMP", param="messages") from error
 
 

@@ -30,6 +30,7 @@ from omni_bus.stages.contract import (
 )
 
 SAMPLE_RATE = 16_000
+MAX_AMPLITUDE = 1e6  # full scale is 1
 WINDOW = 30 * SAMPLE_RATE  # what Whisper sees at once
 CUT_SEARCH = 8 * SAMPLE_RATE  # a longer audio is cut at the quietest place of a window's end
 CUT_FRAME = SAMPLE_RATE // 10
@@ -114,8 +115,9 @@ class AsrStage(WokenByEvents):
         if part.kind != "audio":
             raise ModelRefused(f"this model takes text and audio, not {part.kind}", param="messages")
         audio = chunk.tensors[f"media{part.index}"].numpy()
-        if not numpy.isfinite(audio).all():  # a float WAV may hold anything, and Whisper hears words in it
-            raise UndecodableMedia("the audio holds samples that are not numbers", param="messages")
+        # A float WAV may hold anything, and Whisper hears words in it; NaN fails the comparison too.
+        if not numpy.abs(audio).max(initial=0.0) <= MAX_AMPLITUDE:
+            raise UndecodableMedia("the audio holds samples that are no numbers, or far beyond full scale", param="messages")
         job.samples += len(audio)
         heard = _Part("", windows(audio))
         job.unheard.append(heard)

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 AUDIO_RATE = 16_000
 MIN_AUDIO_SAMPLES = 400  # one window of the mel filter bank
+MAX_AMPLITUDE = 1e6  # full scale is 1; the power of much larger samples leaves the range of float32
 THINKER = "processor->thinker"
 TALKER = "processor->talker"
 
@@ -255,8 +256,9 @@ class Processor:
             return (), {}
         if any(len(audio) < MIN_AUDIO_SAMPLES for audio in samples):
             raise UndecodableMedia("an audio is shorter than 25 ms", param="messages")
-        if not all(np.isfinite(audio).all() for audio in samples):  # a float WAV may hold anything
-            raise UndecodableMedia("an audio holds samples that are not numbers", param="messages")
+        # A float WAV may hold anything; NaN fails the comparison too.
+        if not all(np.abs(audio).max() <= MAX_AMPLITUDE for audio in samples):
+            raise UndecodableMedia("an audio holds samples that are no numbers, or far beyond full scale", param="messages")
         mel = self.mel(
             samples,
             sampling_rate=AUDIO_RATE,

@@ -118,6 +118,7 @@ REFUSED: list[tuple[str, ChatInput, dict[str, torch.Tensor], type[OmniBusError]]
     ("media not sent", say(MediaPart("audio", 0)), {}, InvalidRequest),
     ("audio of 1 ms", say(MediaPart("audio", 0)), {"media0": torch.zeros(16)}, UndecodableMedia),
     ("audio of no numbers", say(MediaPart("audio", 0)), {"media0": torch.full((1600,), torch.nan)}, UndecodableMedia),
+    ("audio far too loud", say(MediaPart("audio", 0)), {"media0": torch.full((1600,), -3e38)}, UndecodableMedia),
     ("no image", say(MediaPart("image", 0)), {"media0": tensor_of(b"not an image")}, UndecodableMedia),
     ("half an image", say(MediaPart("image", 0)), {"media0": IMAGE_TENSOR[: len(IMAGE_TENSOR) // 2]}, UndecodableMedia),
     ("no video", say(MediaPart("video", 0)), {"media0": tensor_of(b"\0" * 4000)}, UndecodableMedia),
@@ -155,10 +156,11 @@ def test_an_image_is_turned_upright_and_made_rgb() -> None:
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_unpacked() -> None:
-    buffer = io.BytesIO()
-    Image.new("1", (9000, 9000)).save(buffer, "png")
-    with pytest.raises(TooLarge):
-        decode_image(buffer.getvalue())
+    for side in (9000, 20_000):  # the second is more than Pillow itself opens
+        buffer = io.BytesIO()
+        Image.new("1", (side, side)).save(buffer, "png")
+        with pytest.raises(TooLarge, match="64,000,000"):
+            decode_image(buffer.getvalue())
 
 
 def test_picked_video_frames_come_back_bit_for_bit() -> None:
