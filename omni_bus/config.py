@@ -81,7 +81,7 @@ def load_deployment(
         # A hub id may have to be fetched: not for a deployment that is refused anyway.
         checkpoint = deployment.model.path
         if not (checker.problems and checkpoint) or pathlib.Path(checkpoint).exists():
-            checker.model(pipeline, checkpoint)
+            checker.model(pipeline, checkpoint, deployment.stages)
     if checker.problems:
         raise ConfigError("\n".join(dict.fromkeys(text for *_, text in sorted(checker.problems, key=lambda found: found[:2]))))
     assert deployment is not None
@@ -135,10 +135,10 @@ class _Checker:
         model = msgspec.structs.replace(model, path=self._model_path(model.path))
         return with_threads(Deployment(model=model, api=api, bus=bus, stages=placed, edges=joined))
 
-    def model(self, pipeline: PipelineSpec, path: str) -> None:
+    def model(self, pipeline: PipelineSpec, path: str, stages: Mapping[str, StageConfig]) -> None:
         """Ask the pipeline whether it can serve that checkpoint."""
         try:
-            pipeline.check_model(path)
+            pipeline.check_model(path, stages)
         except ConfigError as error:
             hint = "" if path else "; name a checkpoint with --set model.path=DIR"
             self.report(("model", "path"), f": {error.message}{hint}", weight=2)

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +20,8 @@ from omni_bus.events import CLIENT
 from omni_bus.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from omni_bus.deployment import Deployment, StageConfig
+    from omni_bus.memory import StageNeed
     from omni_bus.stages.contract import Stage
 
 
@@ -67,7 +69,9 @@ class PipelineSpec:
     input_kinds: frozenset[str]  # of "text", "audio", "image", "video"
     output_modalities: frozenset[str]  # of "text", "audio"
     voices: Callable[[str], tuple[str, ...]]  # model path → voices, the first is the default
-    check_model: Callable[[str], None]  # model path → CheckpointError with what to do; reads no tensor data, imports no torch
+    # model path, stages as placed → CheckpointError with what to do; reads no tensor data, imports no torch
+    check_model: Callable[[str, Mapping[str, StageConfig]], None]
+    needs: Callable[[Deployment], dict[str, StageNeed]] | None = None  # stage → memory; read from the configuration, no torch
 
     def __post_init__(self) -> None:
         names = [stage.name for stage in self.stages]

@@ -37,6 +37,7 @@ class StageContext:
     config: StageConfig  # dtype, max_batch, sampling, threads, and `options` of the stage's own type
     edges: Mapping[str, EdgeConfig]
     progress: Callable[[float, str], None]  # (fraction 0..1, what is being done)
+    state_bytes: int | None = None  # of KV or slots, by the memory plan; None = nothing is known of this stage's needs
 
     def options(self, kind: type[OptionsT]) -> OptionsT:
         """The stage's own TOML keys as the options type that its StageSpec declares."""

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from omni_bus import events, wire
+from omni_bus import events, memory, wire
 from omni_bus.connectors.base import Frame
 from omni_bus.connectors.select import Connectors
 from omni_bus.deployment import Deployment
@@ -54,8 +54,10 @@ class Worker:
 
     def load(self) -> None:
         """Load every stage. Raises CheckpointError or DeviceUnavailable; any other error of a stage's load ends the process as well."""
+        shares = memory.plan(self._deployment, self._pipeline)
         for name, device in self._devices.items():
             config = self._deployment.stages[name]
+            share = shares.share(self.name, name)
             stage = self._pipeline.stage(name).factory()
             stage.load(
                 StageContext(
@@ -66,6 +68,7 @@ class Worker:
                     config=config,
                     edges=self._deployment.edges,
                     progress=self._progress(name),
+                    state_bytes=None if share is None else share.state,
                 )
             )
             self._hosts[name] = StageHost(

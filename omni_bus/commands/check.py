@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from omni_bus import memory
 from omni_bus.commands import deployment_arguments
 from omni_bus.deployment import Deployment
 from omni_bus.devices import CudaDevice, cuda_devices
 from omni_bus.events import CLIENT
-from omni_bus.memory import capacity, stage_weights
+from omni_bus.memory import MemoryPlan, bytes_text, capacity
 from omni_bus.spec import PipelineSpec, load_pipeline
 
 NAME = "check"
@@ -22,9 +23,10 @@ arguments = deployment_arguments.add
 def run(arguments: argparse.Namespace) -> int:
     deployment = deployment_arguments.load(arguments)
     pipeline = load_pipeline(deployment.model.pipeline)
-    weights = stage_weights(deployment)
-    print("\n".join(plan(deployment, pipeline, weights)))
-    misfits = list(too_large(deployment, weights))
+    shares = memory.plan(deployment, pipeline)
+    weights = memory.stage_weights(deployment) | {share.stage: share.need.weights for share in shares.shares}
+    print("\n".join([*plan(deployment, pipeline, weights), *memory_lines(shares)]))
+    misfits = [*shares.problems] or list(too_large(deployment, weights))
     for line in misfits:
         print(f"omni-bus: {line}", file=sys.stderr)
     return 2 if misfits else 0
@@ -60,6 +62,34 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
     yield from table(edges)
 
 
+def memory_lines(shares: MemoryPlan) -> Iterator[str]:
+    """What each replica is to have of its device."""
+    rows = [("memory", "device", "weights", "workspace", "for requests", "that is", "said")]
+    for share in shares.shares:
+        need = share.need
+        held = share.state // need.unit_bytes
+        units = f"{held:,} of {need.units:,} {need.unit} of {_small(need.unit_bytes)}"
+        said = "by its keys" if need.state is not None else need.memory
+        rows.append(
+            (
+                share.worker if share.worker.partition(".")[0] == share.stage else f"{share.worker}:{share.stage}",
+                share.device,
+                bytes_text(need.weights),
+                bytes_text(need.workspace),
+                bytes_text(share.state),
+                units,
+                said,
+            )
+        )
+    if shares.shares:
+        yield ""
+        yield from table(rows)
+
+
+def _small(size: int) -> str:
+    return bytes_text(size) if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
 def too_large(deployment: Deployment, weights: dict[str, int]) -> Iterator[str]:
     """What will not fit: weights alone against each device's memory."""
     needed: dict[str, int] = {}
@@ -74,10 +104,6 @@ def too_large(deployment: Deployment, weights: dict[str, int]) -> Iterator[str]:
                 f"will not fit: the weights on {device} take {bytes_text(size)}, and it has {bytes_text(capacity(device))}; "
                 "spread the stages over more devices, or take a smaller dtype"
             )
-
-
-def bytes_text(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 
 from omni_bus.commands import deployment_arguments
+from omni_bus.errors import ConfigError
+from omni_bus.memory import plan
+from omni_bus.spec import load_pipeline
 from omni_bus.supervisor import serve
 
 NAME = "up"
@@ -13,4 +16,8 @@ arguments = deployment_arguments.add
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return serve(deployment_arguments.load(arguments), verbose=arguments.verbose)
+    deployment = deployment_arguments.load(arguments)
+    problems = plan(deployment, load_pipeline(deployment.model.pipeline)).problems
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return serve(deployment, verbose=arguments.verbose)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from omni_bus.memory import check_memory
+
 
 class AROptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     block_size: int = 16  # positions in one KV block
-    kv_blocks: int = 0  # 0 = enough for max_batch rows of max_length, as far as kv_memory_mb allows
-    kv_memory_mb: int = 4096  # bound for kv_blocks = 0
+    kv_blocks: int = 0  # 0 = enough for max_batch rows of max_length, as far as memory allows
+    kv_memory_mb: int | None = None  # of KV blocks, where kv_blocks does not say; without either, `memory` decides
+    memory: str = "auto"  # of a card, for weights, workspace and KV blocks together, such as "40GiB"; "auto" = a share of it
     max_prefill_tokens: int = 512  # prompt positions in one step, besides one position of every decoding row
     max_length: int = 0  # positions of a row, prompt and output; 0 = what the model can
 
@@ -16,10 +19,11 @@ class AROptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         rules = (
             ("block_size", self.block_size >= 1, "at least 1"),
             ("kv_blocks", self.kv_blocks >= 0, "at least 0"),
-            ("kv_memory_mb", self.kv_memory_mb >= 1, "at least 1"),
+            ("kv_memory_mb", self.kv_memory_mb is None or self.kv_memory_mb >= 1, "at least 1"),
             ("max_prefill_tokens", self.max_prefill_tokens >= 1, "at least 1"),
             ("max_length", self.max_length == 0 or self.max_length >= 2, "0 or at least 2"),
         )
         for name, good, wanted in rules:
             if not good:
                 raise ValueError(f"{name} must be {wanted}")
+        check_memory(self.memory)

@@ -11,6 +11,7 @@ from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, StageFailed
 from omni_bus.stages.ar.attention import PagedAttention
 from omni_bus.stages.ar.blocks import BlockManager
 from omni_bus.stages.ar.engine import Engine
+from omni_bus.stages.ar.kv_budget import block_count
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.ar.program import Program, Row
@@ -40,14 +41,11 @@ class ARStage(WokenByEvents):
         parameter = next(decoder.parameters())
         self._device = parameter.device
         max_length = min(self.program.max_length, options.max_length or self.program.max_length)
-        total = options.kv_blocks
-        if not total:
-            wanted = ctx.config.max_batch * -(-max_length // options.block_size)
-            one = KVCache.block_bytes(decoder.config, options.block_size, parameter.dtype)
-            total = min(wanted, options.kv_memory_mb * 2**20 // one)
+        one = KVCache.block_bytes(decoder.config, options.block_size, parameter.dtype)
+        total = block_count(ctx, options, self._device, block_bytes=one, max_length=max_length)
         max_length = min(max_length, total * options.block_size)
         if max_length < 2:
-            raise ConfigError(f"stage {ctx.stage}: kv_memory_mb = {options.kv_memory_mb} holds no KV block; give it more")
+            raise ConfigError(f"stage {ctx.stage}: there is no memory for one KV block; give it more (memory or kv_memory_mb)")
         blocks = BlockManager(total, options.block_size)
         cache = KVCache(
             decoder.config, blocks=total, block_size=options.block_size, dtype=parameter.dtype, device=parameter.device

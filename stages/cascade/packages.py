@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from omni_bus.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from omni_bus.deployment import StageConfig
 
 # import name → (what installs it, the file that must be there or "")
 PACKAGES = {
@@ -32,7 +37,7 @@ def package_file(package: str) -> pathlib.Path:
     return path
 
 
-def check_packages(model_path: str) -> None:
+def check_packages(model_path: str, stages: Mapping[str, StageConfig]) -> None:
     """`PipelineSpec.check_model`: every package is there with its file, and the deployment names no other model."""
     if model_path:
         raise CheckpointError(f"the cascade pipeline brings its own models: leave model.path out (it says {model_path!r})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +13,7 @@ from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
 
 if TYPE_CHECKING:
+    from omni_bus.deployment import StageConfig
     from omni_bus.stages.contract import Stage
 
 SAMPLE_RATE = 24_000
@@ -56,7 +58,7 @@ def _voices(model_path: str) -> tuple[str, ...]:
     return ("tone",)
 
 
-def _check_model(model_path: str) -> None:
+def _check_model(model_path: str, stages: Mapping[str, StageConfig]) -> None:
     """There is no model to check."""
 
 

@@ -1,37 +1,64 @@
 """Reads one stage's tensors of a checkpoint: only those under a prefix, straight to their device, experts fused.
 
 On disk every expert has three matrices of its own; in memory a layer's experts are `gate_up_proj` [experts, 2 * intermediate, hidden]
-and `down_proj` [experts, hidden, intermediate], filled matrix by matrix, so no second copy is ever held.
+and `down_proj` [experts, hidden, intermediate], filled matrix by matrix, so no second copy is ever held. Files are mapped, and read by a
+few threads at once; on the way to a card each thread has two pinned buffers and a stream of its own, and dtypes are converted there.
 """
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
+import functools
+import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from omni_bus.errors import CheckpointError
+from omni_bus.stages.qwen3_omni.card_lane import CardLane
 from omni_bus.stages.qwen3_omni.checkpoint_files import CheckpointFiles, TensorEntry
 
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 PARTS = ("gate", "up", "down")
+THREADS = 4
+RUN_BYTES = 128 << 20  # of one file, read by one thread before it takes the next run
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+Loaded = Callable[[int], None]  # so many more bytes are in their place; called by the thread that called `tensors`
+Shape = tuple[int, ...]
 
 
 class Checkpoint:
     """A checkpoint directory, by path or hub id. Raises CheckpointError naming the file or tensor that is missing or malformed."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, loaded: Loaded | None = None) -> None:
         self.files = CheckpointFiles(path)
+        self._loaded = loaded
 
     @property
     def directory(self) -> pathlib.Path:
         return self.files.directory
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON object of the directory."""
+        return self.files.json(name)
 
     def tensors(
         self, prefix: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -41,14 +68,25 @@ class Checkpoint:
         entries = list(self.files.entries(prefix))
         if not entries:
             raise CheckpointError(f"{self.directory} has no tensor under {prefix!r}")
-        fused = _Experts(prefix, entries, dtype, device)
+        kinds = {entry.name: _kind(entry, dtype) for entry in entries}
+        experts = Experts(prefix, [(entry.name, entry.shape, kinds[entry.name]) for entry in entries], device)
         out: dict[str, torch.Tensor] = {}
-        for entry, tensor in _read(entries, device):
-            if dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            if not fused.take(entry.name, tensor):
-                out[entry.name.removeprefix(prefix)] = tensor
-        return out | fused.tensors
+        read = functools.partial(_read, experts=experts, kinds=kinds, device=device, lanes=_Lanes())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # nothing may still be using the memory that other streams fill now
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            for run, single in pool.map(read, list(_runs(entries))):
+                out |= {name.removeprefix(prefix): tensor for name, tensor in single.items()}
+                self._report(sum(_bytes(entry, kinds[entry.name]) for entry in run))
+        return out | experts.tensors
+
+    def bytes(self, prefix: str, dtype: torch.dtype) -> int:
+        """Bytes of the tensors under `prefix` in that dtype."""
+        return sum(_bytes(entry, _kind(entry, dtype)) for entry in self.files.entries(prefix))
+
+    def _report(self, loaded: int) -> None:
+        if self._loaded is not None:
+            self._loaded(loaded)
 
     def load_into(
         self,
@@ -87,63 +125,111 @@ class Checkpoint:
         module.requires_grad_(False)
 
 
-class _Experts:
-    """The fused tensors of all layers, filled in place as the single matrices come by."""
+class Experts:
+    """The fused tensors of all layers, allocated at once and filled matrix by matrix."""
 
-    def __init__(self, prefix: str, entries: list[TensorEntry], dtype: torch.dtype | None, device: torch.device) -> None:
-        self._prefix = prefix
-        self._dtype = dtype
-        self._device = device
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._shapes: dict[str, tuple[int, int, int]] = {}  # layer → (experts, intermediate, hidden)
-        layers: dict[str, dict[tuple[int, str], TensorEntry]] = {}
+    def __init__(self, prefix: str, entries: Iterable[tuple[str, Shape, torch.dtype]], device: torch.device) -> None:
+        """entries: name, shape and the dtype that is wanted. Only the matrices of experts count; CheckpointError where one is amiss."""
+        layers: dict[str, dict[tuple[int, str], tuple[str, Shape, torch.dtype]]] = {}
         for entry in entries:
-            if match := _EXPERT.fullmatch(entry.name):
+            if match := _EXPERT.fullmatch(entry[0]):
                 layers.setdefault(match["layer"], {})[int(match["expert"]), match["part"]] = entry
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, found in layers.items():
-            count = 1 + max(expert for expert, _ in found)
-            for expert in range(count):
-                for part in PARTS:
-                    if (expert, part) not in found:
-                        raise CheckpointError(f"the checkpoint lacks tensor {layer}.{expert}.{part}_proj.weight")
-            first = found[0, "gate"]
-            if len(first.shape) != 2:
-                raise CheckpointError(f"tensor {first.name} has shape {list(first.shape)}; a matrix is expected")
-            self._shapes[layer] = (count, *first.shape)
-            for (_, part), entry in found.items():
-                expected = first.shape if part != "down" else first.shape[::-1]
-                if entry.shape != expected:
-                    raise CheckpointError(f"tensor {entry.name} has shape {list(entry.shape)}; {list(expected)} is expected")
+            count, (intermediate, hidden) = _checked(layer, found)
+            dtype = found[0, "gate"][2]
+            gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=dtype, device=device)
+            down = torch.empty(count, hidden, intermediate, dtype=dtype, device=device)
+            self._layers[layer] = gate_up, down
+            name = layer.removeprefix(prefix)
+            self.tensors |= {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": down}
 
-    def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Put an expert's matrix in its place; False for any other tensor."""
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where that matrix of an expert belongs, contiguous; None for any other tensor."""
         match = _EXPERT.fullmatch(name)
         if match is None:
-            return False
-        layer, expert, part = match["layer"], int(match["expert"]), match["part"]
-        count, intermediate, hidden = self._shapes[layer]
-        shape = (count, hidden, intermediate) if part == "down" else (count, 2 * intermediate, hidden)
-        key = f"{layer.removeprefix(self._prefix)}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
-        if key not in self.tensors:
-            self.tensors[key] = torch.empty(shape, dtype=tensor.dtype, device=self._device)
-        start = intermediate if part == "up" else 0
-        self.tensors[key][expert, start : start + tensor.shape[0]] = tensor
-        return True
+            return None
+        gate_up, down = self._layers[match["layer"]]
+        expert = int(match["expert"])
+        if match["part"] == "down":
+            return down[expert]
+        return gate_up[expert].chunk(2)[match["part"] == "up"]
 
 
-def _read(entries: list[TensorEntry], device: torch.device) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """Tensors file by file; each file is mapped once."""
-    with contextlib.ExitStack() as stack:
-        current: pathlib.Path | None = None
-        for entry in entries:
-            try:
-                if entry.file != current:
-                    stack.close()
-                    opened = stack.enter_context(safe_open(entry.file, framework="pt", device=str(device)))
-                    current = entry.file
-                yield entry, opened.get_tensor(entry.name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{entry.file} cannot be read: {error}; fetch it again") from error
+def _checked(layer: str, found: dict[tuple[int, str], tuple[str, Shape, torch.dtype]]) -> tuple[int, tuple[int, int]]:
+    """Number of experts, and (intermediate, hidden)."""
+    count = 1 + max(expert for expert, _ in found)
+    for expert in range(count):
+        for part in PARTS:
+            if (expert, part) not in found:
+                raise CheckpointError(f"the checkpoint lacks tensor {layer}.{expert}.{part}_proj.weight")
+    name, first, _ = found[0, "gate"]
+    if len(first) != 2:
+        raise CheckpointError(f"tensor {name} has shape {list(first)}; a matrix is expected")
+    for (_, part), (name, shape, _) in found.items():
+        expected = first if part != "down" else first[::-1]
+        if shape != expected:
+            raise CheckpointError(f"tensor {name} has shape {list(shape)}; {list(expected)} is expected")
+    return count, (first[0], first[1])
+
+
+def _kind(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype that a tensor is to have."""
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(f"{entry.file}: tensor {entry.name} has dtype {entry.dtype}, which no stage here takes")
+    own = DTYPES[entry.dtype]
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _bytes(entry: TensorEntry, kind: torch.dtype) -> int:
+    return math.prod(entry.shape) * kind.itemsize
+
+
+def _runs(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Consecutive tensors of one file, about RUN_BYTES of them."""
+    run: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if run and (entry.file != run[0].file or size >= RUN_BYTES):
+            yield run
+            run, size = [], 0
+        run.append(entry)
+        size += _bytes(entry, DTYPES[entry.dtype])
+    yield run
+
+
+class _Lanes(threading.local):
+    """Each thread's way to the card."""
+
+    own: CardLane | None = None
+
+
+def _read(
+    run: list[TensorEntry], *, experts: Experts, kinds: dict[str, torch.dtype], device: torch.device, lanes: _Lanes
+) -> tuple[list[TensorEntry], dict[str, torch.Tensor]]:
+    """One run: experts into their places, the others returned."""
+    if device.type == "cuda" and lanes.own is None:
+        lanes.own = CardLane(device)
+    lane = lanes.own
+    out: dict[str, torch.Tensor] = {}
+    try:
+        with safe_open(run[0].file, framework="pt", device="cpu") as opened:
+            for entry in run:
+                tensor, place = opened.get_tensor(entry.name), experts.place(entry.name)
+                if lane is not None:
+                    if place is None:
+                        place = out[entry.name] = torch.empty(entry.shape, dtype=kinds[entry.name], device=device)
+                    lane.send(tensor, place)
+                elif place is not None:
+                    place.copy_(tensor)
+                else:
+                    out[entry.name] = tensor.to(device, kinds[entry.name])
+            if lane is not None:
+                lane.finish()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{run[0].file} cannot be read: {error}; fetch it again") from error
+    return run, out
 
 
 def _first(names: list[str]) -> str:

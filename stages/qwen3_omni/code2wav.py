@@ -28,14 +28,14 @@ from omni_bus.stages.contract import (
     StageStats,
 )
 from omni_bus.stages.qwen3_omni import code2wav_config
-from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.code2wav_config import Code2WavConfig
 from omni_bus.stages.qwen3_omni.code2wav_layers import Rows
-from omni_bus.stages.qwen3_omni.code2wav_model import Code2Wav, to_pcm16
+from omni_bus.stages.qwen3_omni.code2wav_model import PREFIX, Code2Wav, to_pcm16
 from omni_bus.stages.qwen3_omni.code2wav_streams import ChunkRule, Stream
 from omni_bus.stages.qwen3_omni.json_fields import Section
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames
 from omni_bus.stages.qwen3_omni.spec import SAMPLE_RATE, CodecEdgeOptions
+from omni_bus.stages.qwen3_omni.weights import open_checkpoint
 
 IN_EDGE = "talker->code2wav"
 OUT_EDGE = "code2wav->client"
@@ -59,9 +59,8 @@ class Code2WavStage:
         self._batch = 0  # rows of the last step
 
     def load(self, ctx: StageContext) -> None:
-        ctx.progress(0.0, "reading Code2Wav")
-        checkpoint = Checkpoint(ctx.model_path)
-        self._config = code2wav_config.parse(Section(checkpoint.files.json("config.json")).section("code2wav_config"))
+        checkpoint = open_checkpoint(ctx, PREFIX)
+        self._config = code2wav_config.parse(Section(checkpoint.json("config.json")).section("code2wav_config"))
         edge = ctx.edge_options(IN_EDGE, CodecEdgeOptions)
         self._rule = ChunkRule(
             edge.first_chunk_frames,

@@ -7,7 +7,6 @@ number of threads they are made. Shards are made and written one at a time, so m
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import json
 import os
 import pathlib
@@ -24,6 +23,7 @@ from omni_bus.errors import CheckpointError, ConfigError
 from omni_bus.names import did_you_mean
 from omni_bus.stages.qwen3_omni import fixture_config, tokenizer
 from omni_bus.stages.qwen3_omni.fixture_tensors import TensorSpec, tensor_specs
+from omni_bus.stages.qwen3_omni.random_weights import draw
 
 SIZES = ("tiny", "full")
 SHARD_BYTES = 3 << 30
@@ -88,14 +88,7 @@ def write(
 
 def make(spec: TensorSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """The tensor of (spec, seed), drawn in float32 whatever `dtype` is."""
-    digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    values = torch.empty(spec.shape).normal_(spec.mean, spec.std, generator=generator)
-    if spec.zero_sum:
-        values -= values.mean(-1, keepdim=True)
-    for start, stop, gain in spec.row_gains:
-        values[start:stop] *= gain
-    return values.to(dtype)
+    return draw(spec, seed, torch.Generator()).to(dtype)
 
 
 def _token_ids(built: Tokenizer) -> fixture_config.TokenId:

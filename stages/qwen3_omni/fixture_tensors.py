@@ -39,7 +39,7 @@ class TensorSpec:
 
 
 def tensor_specs(config: Mapping[str, Any]) -> Iterator[TensorSpec]:
-    """All tensors in the order in which the shards hold them. `config` is in the hub's spelling."""
+    """All tensors in the order in which the shards hold them. `config`: config.json in either spelling."""
     thinker, talker = config["thinker_config"], config["talker_config"]
     yield from _audio_tower("thinker.audio_tower.", thinker["audio_config"])
     yield from _vision_tower("thinker.visual.", thinker["vision_config"])
@@ -141,15 +141,16 @@ def _gated_mlp(at: str, hidden: int, intermediate: int) -> Iterator[TensorSpec]:
 
 def _expert_layers(at: str, text: Config) -> Iterator[TensorSpec]:
     hidden = text["hidden_size"]
+    experts = text["num_experts"] if "num_experts" in text else text["num_local_experts"]
     for index in range(text["num_hidden_layers"]):
         layer = f"{at}layers.{index}."
         yield from _norm(f"{layer}input_layernorm", hidden)
         yield from _attention(f"{layer}self_attn.", text, head_norms=True)
         yield from _norm(f"{layer}post_attention_layernorm", hidden)
-        yield from _linear(f"{layer}mlp.gate", text["num_experts"], hidden)
-        for expert in range(text["num_experts"]):
+        yield from _linear(f"{layer}mlp.gate", experts, hidden)
+        for expert in range(experts):
             yield from _gated_mlp(f"{layer}mlp.experts.{expert}.", hidden, text["moe_intermediate_size"])
-        if text["shared_expert_intermediate_size"]:
+        if text.get("shared_expert_intermediate_size"):
             yield from _gated_mlp(f"{layer}mlp.shared_expert.", hidden, text["shared_expert_intermediate_size"])
             yield from _linear(f"{layer}mlp.shared_expert_gate", 1, hidden)
     yield from _norm(f"{at}norm", hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -9,10 +10,12 @@ import msgspec
 from omni_bus.payloads import AudioDelta, ChatInput, TextDelta
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
-from omni_bus.stages.ar.options import AROptions
+from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames, ModelInputs, TalkerPrompt, ThinkerTokens
 
 if TYPE_CHECKING:
+    from omni_bus.deployment import Deployment, StageConfig
+    from omni_bus.memory import StageNeed
     from omni_bus.stages.contract import Stage
 
 SAMPLE_RATE = 24_000
@@ -45,14 +48,14 @@ def _thinker() -> Stage:
     from omni_bus.stages.ar.stage import ARStage
     from omni_bus.stages.qwen3_omni.thinker import ThinkerProgram
 
-    return ARStage(ThinkerProgram())
+    return ARStage(ThinkerProgram(), DecoderOptions)
 
 
 def _talker() -> Stage:
     from omni_bus.stages.ar.stage import ARStage
     from omni_bus.stages.qwen3_omni.talker import TalkerProgram
 
-    return ARStage(TalkerProgram())
+    return ARStage(TalkerProgram(), DecoderOptions)
 
 
 def _code2wav() -> Stage:
@@ -68,19 +71,28 @@ def voices(model_path: str) -> tuple[str, ...]:
     return read_config(model_path).talker.voices
 
 
-def check_model(model_path: str) -> None:
+def check_model(model_path: str, stages: Mapping[str, StageConfig]) -> None:
+    """Tensors are looked for only where a stage is to read them."""
     from omni_bus.stages.qwen3_omni.check import check_checkpoint
 
-    check_checkpoint(model_path)
+    check_checkpoint(
+        model_path, random=frozenset(name for name, stage in stages.items() if stage.options.get("load") == "random")
+    )
+
+
+def needs(deployment: Deployment) -> dict[str, StageNeed]:
+    from omni_bus.stages.qwen3_omni.needs import stage_needs
+
+    return stage_needs(deployment)
 
 
 PIPELINE = PipelineSpec(
     name="qwen3_omni",
     stages=(
         StageSpec(name="processor", factory=_processor, unused=frozenset({"dtype", "max_batch"})),
-        StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=AROptions),
-        StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=AROptions),
-        StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH),
+        StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=DecoderOptions),
+        StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=DecoderOptions),
+        StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH, options=Code2WavOptions),
     ),
     edges=(
         EdgeSpec(source="client", target="processor", payload=ChatInput, credits=1),
@@ -97,4 +109,5 @@ PIPELINE = PipelineSpec(
     output_modalities=frozenset({"text", "audio"}),
     voices=voices,
     check_model=check_model,
+    needs=needs,
 )

@@ -17,13 +17,12 @@ from omni_bus.names import did_you_mean
 from omni_bus.stages.ar.decoder import Decoder
 from omni_bus.stages.ar.program import Inputs, Row, isolated
 from omni_bus.stages.contract import Chunk, StageContext
-from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.code_predictor import CodePredictor
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
+from omni_bus.stages.qwen3_omni.line_end import token_id_of_line_end
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames, TalkerPrompt, ThinkerTokens
-from omni_bus.stages.qwen3_omni.prompt import load_tokenizer
 from omni_bus.stages.qwen3_omni.talker_prompt import TalkerPrompts
-from omni_bus.stages.qwen3_omni.weights import load_stack, load_tensor
+from omni_bus.stages.qwen3_omni.weights import load_stack, load_tensor, open_checkpoint
 
 CODE2WAV = "talker->code2wav"
 
@@ -52,27 +51,23 @@ class TalkerProgram:
 
     def load(self, ctx: StageContext) -> None:
         """Reads the tensors under `talker.` and the Thinker's embedding table."""
-        checkpoint = Checkpoint(ctx.model_path)
+        checkpoint = open_checkpoint(ctx, "talker.", "thinker.model.embed_tokens.")
         self.config: OmniConfig = read_config(ctx.model_path)
         talker = self.config.talker
         device, dtype = torch.device(ctx.device), getattr(torch, ctx.config.dtype)
         self.device = device
-        ctx.progress(0.0, "decoder")
         self.decoder, tables = load_stack(
             checkpoint, "talker.model.", talker.text, embeddings="codec_embedding.", dtype=dtype, device=device
         )
         self.codec_head = load_tensor(checkpoint, "talker.codec_head.weight", dtype=dtype, device=device)
-        ctx.progress(0.6, "code predictor")
         self.code_predictor = CodePredictor(talker, checkpoint, max_rows=ctx.config.max_batch, dtype=dtype, device=device)
-        ctx.progress(0.8, "text embeddings")
-        line_end = load_tokenizer(checkpoint.directory)("\n", add_special_tokens=False)["input_ids"][0]
+        line_end = token_id_of_line_end(checkpoint.directory)
         self.prompts = TalkerPrompts(
             self.config, checkpoint, tables["codec_embedding.weight"], line_end=line_end, dtype=dtype, device=device
         )
         self.eos_ids = frozenset((talker.codec_eos,))
         self.suppressed_ids = torch.tensor(talker.suppressed_ids, device=device)
         self.max_length = talker.text.max_positions
-        ctx.progress(1.0, "ready")
 
     def start(self, row: Row) -> None:
         talker = self.config.talker

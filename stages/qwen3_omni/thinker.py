@@ -15,13 +15,12 @@ from omni_bus.stages.ar.decoder import Decoder
 from omni_bus.stages.ar.program import Inputs, Row, isolated
 from omni_bus.stages.ar.text import Release, TextStream
 from omni_bus.stages.contract import Chunk, StageContext
-from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
 from omni_bus.stages.qwen3_omni.payloads import ModelInputs, ThinkerTokens
 from omni_bus.stages.qwen3_omni.prompt import load_tokenizer
 from omni_bus.stages.qwen3_omni.rope_index import rope_index
 from omni_bus.stages.qwen3_omni.thinker_encoders import ThinkerEncoders
-from omni_bus.stages.qwen3_omni.weights import load_stack, load_tensor
+from omni_bus.stages.qwen3_omni.weights import load_stack, load_tensor, open_checkpoint
 
 TALKER = "thinker->talker"
 CLIENT = "thinker->client"
@@ -49,14 +48,11 @@ class ThinkerProgram:
 
     def load(self, ctx: StageContext) -> None:
         """Reads the tensors under `thinker.` only."""
-        checkpoint = Checkpoint(ctx.model_path)
+        checkpoint = open_checkpoint(ctx, "thinker.")
         self.config: OmniConfig = read_config(ctx.model_path)
         self.device, self.dtype = torch.device(ctx.device), getattr(torch, ctx.config.dtype)
-        ctx.progress(0.0, "tokenizer")
         self.tokenizer = load_tokenizer(checkpoint.directory)
-        ctx.progress(0.05, "audio and vision encoders")
         self.encoders = ThinkerEncoders(self.config.thinker, checkpoint, dtype=self.dtype, device=self.device)
-        ctx.progress(0.1, "text decoder")
         self.decoder, tables = load_stack(
             checkpoint,
             "thinker.model.",
@@ -70,7 +66,6 @@ class ThinkerProgram:
         self.eos_ids = frozenset((self.config.ids.im_end,))
         self.capture_layer = self.config.talker.accept_hidden_layer
         self.max_length = self.config.thinker.text.max_positions
-        ctx.progress(1.0, "ready")
 
     def start(self, row: Row) -> None:
         row.data = ThinkerState(TextStream(self.tokenizer, row.request.sampling.stop or ()))

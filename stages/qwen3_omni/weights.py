@@ -1,4 +1,4 @@
-"""Decoder stacks of a Qwen3-Omni checkpoint for the engine: the configuration translated, the tensors of one stack loaded."""
+"""Where a stage's weights come from, and the decoder stacks made of them for the engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,30 @@ import torch
 
 from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
 from omni_bus.stages.ar.mlp import DenseConfig, MoEConfig
+from omni_bus.stages.contract import StageContext
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.config import StackConfig
+from omni_bus.stages.qwen3_omni.options import LoadOptions
+from omni_bus.stages.qwen3_omni.random_weights import RandomCheckpoint
+
+WEIGHTS_SHARE = 0.8  # of a stage's progress; the rest is the KV cache, warm-up and capture
+
+
+def open_checkpoint(ctx: StageContext, *prefixes: str) -> Checkpoint:
+    """The stage's tensors as its `load` option says; what is read under `prefixes` is told as the stage's progress, by bytes."""
+    dtype: torch.dtype = getattr(torch, ctx.config.dtype)
+    random = ctx.options(LoadOptions).load == "random"
+    done = total = 0
+
+    def loaded(count: int) -> None:
+        nonlocal done
+        done = min(done + count, total)
+        said = f"{'made' if random else 'read'} {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+        ctx.progress(WEIGHTS_SHARE * done / total, said)
+
+    checkpoint = (RandomCheckpoint if random else Checkpoint)(ctx.model_path, loaded=loaded)
+    total = max(1, sum(checkpoint.bytes(prefix, dtype) for prefix in prefixes))
+    return checkpoint
 
 
 def decoder_config(stack: StackConfig) -> DecoderConfig:

@@ -35,7 +35,7 @@ def pipeline(input_kinds: frozenset[str]) -> PipelineSpec:
         input_kinds=input_kinds,
         output_modalities=frozenset({"text", "audio"}),
         voices=lambda path: ("Ethan", "chelsie"),
-        check_model=lambda path: None,
+        check_model=lambda path, stages: None,
     )
 
 

@@ -273,7 +273,7 @@ def test_a_path_that_is_no_directory_is_refused(path: str) -> None:
 def test_checking_a_checkpoint_imports_neither_torch_nor_transformers(omni_checkpoint: pathlib.Path) -> None:
     code = (
         "import sys; from omni_bus.spec import load_pipeline; spec = load_pipeline('qwen3_omni'); "
-        f"spec.check_model({str(omni_checkpoint)!r}); spec.voices({str(omni_checkpoint)!r}); "
+        f"spec.check_model({str(omni_checkpoint)!r}, {{}}); spec.voices({str(omni_checkpoint)!r}); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

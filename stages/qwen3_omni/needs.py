@@ -1,0 +1,116 @@
+"""What each stage of a Qwen3-Omni model needs of its device, from config.json alone: for the memory plan, before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from omni_bus.deployment import Deployment, StageConfig
+from omni_bus.memory import DTYPE_BYTES, StageNeed
+from omni_bus.stages.qwen3_omni import code2wav_config
+from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
+from omni_bus.stages.qwen3_omni.code2wav_config import Code2WavConfig
+from omni_bus.stages.qwen3_omni.config import StackConfig, parse_config
+from omni_bus.stages.qwen3_omni.fixture_tensors import tensor_specs
+from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
+from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions
+
+LEAST_POSITIONS = 4096  # of KV: a short conversation
+# Estimates, held against torch's own figures on one card; the constants are for CUDA graphs and libraries.
+DECODER_WORKSPACE = 1 << 30
+ENCODER_WORKSPACE = 1 << 30  # one audio of 30 s, or one picture of two megapixels
+CODE2WAV_WORKSPACE = 512 << 20
+LAYER_TENSORS = 32  # of [tokens, hidden] alive at once in a layer, experts' rows counted
+LOGITS_TENSORS = 4  # of float32 [rows, vocab] alive at once while sampling
+WAVE_TENSORS = 6  # of the widest [rows, channels, samples] alive at once in Code2Wav
+
+
+def stage_needs(deployment: Deployment) -> dict[str, StageNeed]:
+    """Thinker, Talker and Code2Wav. The model's directory was checked before."""
+    fields = read_json(resolve(deployment.model.path) / "config.json")
+    config, code2wav = parse_config(fields), code2wav_config.parse(Section(fields).section("code2wav_config"))
+    weights = parameters(fields)
+    stages = deployment.stages
+    thinker = _decoder(stages["thinker"], config.thinker.text, weights["thinker"])
+    # The Thinker's embedding table, projected at load: both are there for a moment.
+    talker_dtype, rows = DTYPE_BYTES[stages["talker"].dtype], config.thinker.text.vocab_size
+    talker = _decoder(stages["talker"], config.talker.text, weights["talker"] + rows * config.talker.text.hidden_size)
+    return {
+        "thinker": msgspec.structs.replace(thinker, workspace=thinker.workspace + ENCODER_WORKSPACE),
+        "talker": msgspec.structs.replace(
+            talker, workspace=max(talker.workspace, rows * config.thinker.text.hidden_size * talker_dtype)
+        ),
+        "code2wav": _code2wav(deployment, code2wav, weights["code2wav"]),
+    }
+
+
+def parameters(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Stage → its parameters, counted."""
+    counts: dict[str, int] = {}
+    for spec in tensor_specs(fields):
+        stage = spec.name.partition(".")[0]
+        counts[stage] = counts.get(stage, 0) + spec.count
+    return counts
+
+
+def slot_values(config: Code2WavConfig) -> int:
+    """Numbers that one stream's state holds: kept keys and values, and each convolution's last inputs."""
+    keys = 2 * config.num_layers * config.num_kv_heads * (config.sliding_window - 1) * config.head_dim
+    values = keys + 6 * config.hidden_size * (len(config.upsampling_ratios) + 1)  # kernels of 7, undilated
+    width = config.decoder_dim
+    for _ in config.upsample_rates:
+        values += width  # the newest step of a transposed convolution
+        width //= 2
+        values += 6 * (1 + 3 + 9) * width  # three residual units
+    return values + 6 * width
+
+
+def _decoder(stage: StageConfig, stack: StackConfig, weights: int) -> StageNeed:
+    options = msgspec.convert(stage.options, DecoderOptions)
+    size = DTYPE_BYTES[stage.dtype]
+    position = 2 * stack.num_layers * stack.num_kv_heads * stack.head_dim * size
+    length = min(stack.max_positions, options.max_length or stack.max_positions)
+    state: int | None = None
+    if options.kv_blocks:
+        state = options.kv_blocks * options.block_size * position
+    elif options.kv_memory_mb is not None:
+        state = options.kv_memory_mb << 20
+    tokens = options.max_prefill_tokens + stage.max_batch
+    return StageNeed(
+        weights=weights * size,
+        workspace=DECODER_WORKSPACE
+        + LAYER_TENSORS * tokens * stack.hidden_size * size
+        + LOGITS_TENSORS * stage.max_batch * stack.vocab_size * 4,
+        unit="positions",
+        unit_bytes=position,
+        units=stage.max_batch * length,
+        least=min(length, LEAST_POSITIONS),
+        memory=options.memory,
+        state=state,
+    )
+
+
+def _code2wav(deployment: Deployment, config: Code2WavConfig, weights: int) -> StageNeed:
+    from omni_bus.stages.qwen3_omni.spec import CodecEdgeOptions
+
+    stage = deployment.stages["code2wav"]
+    options = msgspec.convert(stage.options, Code2WavOptions)
+    edge = msgspec.convert(deployment.edges["talker->code2wav"].options, CodecEdgeOptions)
+    size = DTYPE_BYTES[stage.dtype]
+    samples = stage.max_batch * max(edge.first_chunk_frames, edge.max_chunk_frames) * config.frame_samples
+    widest = max(
+        config.decoder_dim // 2 ** (block + 1) * samples // math.prod(config.upsample_rates[block + 1 :])
+        for block in range(len(config.upsample_rates))
+    )
+    return StageNeed(
+        weights=weights * size,
+        workspace=CODE2WAV_WORKSPACE + WAVE_TENSORS * widest * size,
+        unit="slots",
+        unit_bytes=slot_values(config) * size,
+        units=stage.max_batch,
+        least=stage.max_batch if options.memory == "auto" else 1,
+        memory=options.memory,
+    )

@@ -1,0 +1,35 @@
+"""[stages.NAME] keys of the stages that hold weights. Imports no torch: spec.py names these types."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from omni_bus.memory import check_memory
+from omni_bus.stages.ar.options import AROptions
+
+# "checkpoint": the tensors of model.path. "random": made on the device at load, for timings; model.path then needs no weights.
+Load = Literal["checkpoint", "random"]
+
+
+class DecoderOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Thinker and Talker."""
+
+    load: Load = "checkpoint"
+
+
+class Code2WavOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    load: Load = "checkpoint"
+    memory: str = (
+        "auto"  # bytes of the card for weights, slots and workspace ("8GiB"); fewer slots than max_batch where it is tight
+    )
+
+    def __post_init__(self) -> None:
+        check_memory(self.memory)
+
+
+class LoadOptions(msgspec.Struct, frozen=True):
+    """What is common to all of them: read from any of these stages' options."""
+
+    load: Load = "checkpoint"
