@@ -11,12 +11,23 @@ from omni_bus.errors import ConfigError
 NAME = "fixture"
 EPILOG = "The weights are random: such a model babbles. It shows that everything runs, and how fast."
 FAMILIES = ("qwen3-omni",)
+STAGES = ("thinker", "talker", "code2wav")  # that hold weights
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("family", choices=FAMILIES, help="the model family")
     parser.add_argument("directory", metavar="DIR", type=pathlib.Path, help="where to write; new or empty")
     parser.add_argument("--size", choices=("tiny", "full"), default="tiny", help="tiny: for a CPU; full: 70 GB (default: tiny)")
+    parser.add_argument(
+        "--no-weights",
+        action="store_true",
+        help='leave the tensors out: for stages that say load = "random" and make them on their device',
+    )
+    parser.add_argument(
+        "--tokenizer",
+        choices=("qwen", "tiny"),
+        help="of the full size: Qwen's (needs dashscope==2.0.2), or a byte-level one with its ids, for timings (default: qwen)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")
 
 
@@ -36,11 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"\r\x1b[K{fraction:4.0%}  {detail}", end="", file=sys.stderr, flush=True)
 
     try:
-        write(directory, size=arguments.size, seed=arguments.seed, progress=progress)
+        write(
+            directory,
+            size=arguments.size,
+            seed=arguments.seed,
+            progress=progress,
+            weights=not arguments.no_weights,
+            vocabulary=arguments.tokenizer,
+        )
     except OSError as error:
         raise ConfigError(f"{error.filename or directory}: cannot be written: {error.strerror}") from None
     finally:
         if shows:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    print(f"omni-bus: wrote {directory}; serve it with: omni-bus up configs/qwen3_omni_tiny.toml --set model.path={directory}")
+    config = "configs/qwen3_omni_tiny.toml" if arguments.size == "tiny" else "configs/qwen3_omni.toml"
+    random = "".join(f" --set stages.{stage}.load=random" for stage in STAGES) if arguments.no_weights else ""
+    print(f"omni-bus: wrote {directory}; serve it with: omni-bus up {config} --set model.path={directory}{random}")
     return 0

@@ -40,32 +40,36 @@ def write(
     *,
     spelling: Literal["hub", "transformers"] = "hub",
     shard_bytes: int = SHARD_BYTES,
+    weights: bool = True,
+    vocabulary: str | None = None,
 ) -> None:
     """Write the checkpoint of `size` ("tiny": 8 MB, float32; "full": 71 GB, bfloat16) into `directory`, made if it is missing.
 
-    `spelling` is how config.json names rope and experts. Raises ConfigError for an unknown size, CheckpointError where the vocabulary
+    `spelling` is how config.json names rope and experts. Without `weights` only the configuration and tokenizer files are written, for
+    stages that say `load = "random"`. `vocabulary`: "qwen" or "tiny", of the full size; "tiny" keeps the full one's ids. Raises ConfigError for an unknown size, CheckpointError where the vocabulary
     or the disk space is missing or the directory holds a checkpoint already.
     """
     if size not in SIZES:
         raise ConfigError(f"unknown size {size!r}{did_you_mean(size, list(SIZES))}; sizes are {', '.join(SIZES)}")
-    vocabulary, merges = (
-        tokenizer.tiny_vocabulary() if size == "tiny" else tokenizer.full_vocabulary(tokenizer.find_rank_file())
-    )
-    token_id = _token_ids(tokenizer.build(vocabulary, merges))
+    words, merges = _vocabulary(size, vocabulary)
+    token_id = _token_ids(tokenizer.build(words, merges))
     if size == "full":
         config = fixture_config.full(token_id)
     else:
-        used = len(vocabulary) + len(tokenizer.SPECIALS)
+        used = len(words) + len(tokenizer.SPECIALS)
         config = fixture_config.tiny(token_id, vocab_size=-(-used // 64) * 64)
     dtype: torch.dtype = getattr(torch, config["dtype"])
     shards = list(_shards(tensor_specs(config), dtype.itemsize, shard_bytes))
     total = sum(spec.count for shard in shards for spec in shard)
-    _prepare(directory, total * dtype.itemsize)
+    _prepare(directory, total * dtype.itemsize if weights else 0)
 
-    tokenizer.write(directory, vocabulary, merges)
+    tokenizer.write(directory, words, merges)
     _write_json(directory / "config.json", config if spelling == "hub" else fixture_config.respelled(config))
     _write_json(directory / "generation_config.json", fixture_config.generation_config(config, token_id))
     _write_json(directory / "preprocessor_config.json", fixture_config.preprocessor_config())
+    if not weights:
+        progress(1.0, f"wrote the files of a model of {total / 1e6:,.1f} M parameters, without them, to {directory}")
+        return
 
     done = 0
     weight_map: dict[str, str] = {}
@@ -89,6 +93,16 @@ def write(
 def make(spec: TensorSpec, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """The tensor of (spec, seed), drawn in float32 whatever `dtype` is."""
     return draw(spec, seed, torch.Generator()).to(dtype)
+
+
+def _vocabulary(size: str, said: str | None) -> tuple[tokenizer.Vocabulary, tokenizer.Merges]:
+    if said not in (None, "qwen", "tiny"):
+        raise ConfigError(f"unknown tokenizer {said!r}{did_you_mean(said, ['qwen', 'tiny'])}")
+    if size == "tiny":
+        if said == "qwen":
+            raise ConfigError("the tiny size has the tiny tokenizer; Qwen's belongs to the full one")
+        return tokenizer.tiny_vocabulary()
+    return tokenizer.padded_vocabulary() if said == "tiny" else tokenizer.full_vocabulary(tokenizer.find_rank_file())
 
 
 def _token_ids(built: Tokenizer) -> fixture_config.TokenId:

@@ -1,7 +1,7 @@
 """The tokenizer files of a fixture checkpoint: byte-level BPE in Qwen's form, with the special tokens of Qwen3-Omni.
 
 `tiny` knows the 256 bytes and the three role words; `full` is Qwen's own vocabulary, rebuilt from the rank file `qwen.tiktoken`
-(Apache-2.0) that ships in the PyPI packages dashscope and qwen-agent. Both have the same specials, in the same order, behind
+(Apache-2.0) that ships in the PyPI packages dashscope and qwen-agent; `padded` is the tiny one with the full one's ids. All have the same specials, in the same order, behind
 their base vocabulary, so that 151643 … 151675 of the real model are 272 … 304 of the tiny one.
 """
 
@@ -21,6 +21,7 @@ from omni_bus.stages.qwen3_omni.chat_template import CHAT_TEMPLATE
 
 RANK_FILE_SHA256 = "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186"
 RANK_FILES = {"dashscope": "resources/qwen.tiktoken", "qwen_agent": "utils/qwen.tiktoken"}  # package → path inside it
+FULL_BASE = 151_643  # tokens of Qwen's vocabulary before the specials
 ROLES = ("system", "user", "assistant")
 SPECIALS: tuple[tuple[str, bool], ...] = (  # (token, left out by decode(skip_special_tokens=True)), in the order of their ids
     ("<|endoftext|>", True),
@@ -105,6 +106,12 @@ def tiny_vocabulary() -> tuple[Vocabulary, Merges]:
                 vocabulary[role[:end]] = len(vocabulary)
                 merges.append((role[: end - 1], role[end - 1]))
     return vocabulary, merges
+
+
+def padded_vocabulary() -> tuple[Vocabulary, Merges]:
+    """The tiny vocabulary in the id space of the full one: the ids between have made-up tokens ("~1234") that no text is cut into."""
+    vocabulary, merges = tiny_vocabulary()
+    return vocabulary | {f"~{token}": token for token in range(len(vocabulary), FULL_BASE)}, merges
 
 
 def find_rank_file() -> pathlib.Path:
