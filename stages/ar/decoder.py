@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from omni_bus.errors import CheckpointError
 from omni_bus.stages.ar.attention import Attention, ContiguousAttention
-from omni_bus.stages.ar.mlp import DenseConfig, DenseMLP, MoE, MoEConfig
+from omni_bus.stages.ar.mlp import DenseConfig, DenseMLP, MoE, MoEConfig, join
+from omni_bus.stages.ar.norm import RMSNorm
+from omni_bus.stages.ar.ops import Kernels, qk_norm_rope, rms_norm, rotate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +40,6 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0 and self.head_dim % 2 == 0
         assert self.mrope_section is None or sum(self.mrope_section) == self.head_dim // 2
-
-
-class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x²) + eps), the root in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
 
 
 class Rotary:
@@ -82,30 +72,53 @@ class Rotary:
         return frequencies.to(device), axes.to(device)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [N, heads, head_dim]: dimension i is paired with i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.eps = config.rms_eps
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden, config.heads * config.head_dim, bias=bias)
         self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=bias)
         self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.heads * config.head_dim, config.hidden, bias=bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_eps) if config.qk_norm else None
+        self._qkv: torch.Tensor | None = None
+        self._qkv_bias: torch.Tensor | None = None
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention) -> torch.Tensor:
+    def pack(self) -> None:
+        """Join the projections of queries, keys and values; their weights become parts of the joined tensor."""
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        self._qkv = join(projections)
+        if self.q_proj.bias is not None:
+            self._qkv_bias = torch.cat([projection.bias.data for projection in projections])
+
+    def forward(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention, kernels: Kernels
+    ) -> torch.Tensor:
         tokens = len(x)
-        query = rotate(self.q_norm(self.q_proj(x).view(tokens, -1, self.head_dim)), *rotary)
-        key = rotate(self.k_norm(self.k_proj(x).view(tokens, -1, self.head_dim)), *rotary)
-        value = self.v_proj(x).view(tokens, -1, self.head_dim)
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        if self._qkv is not None:
+            query, key, value = qk_norm_rope(
+                F.linear(x, self._qkv, self._qkv_bias),
+                q_norm,
+                k_norm,
+                rotary,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                eps=self.eps,
+                kernels=kernels,
+            )
+        else:
+            query = self.q_proj(x).view(tokens, -1, self.head_dim)
+            key = self.k_proj(x).view(tokens, -1, self.head_dim)
+            value = self.v_proj(x).view(tokens, -1, self.head_dim)
+            if q_norm is not None and k_norm is not None:
+                query, key = rms_norm(query, q_norm, self.eps, kernels), rms_norm(key, k_norm, self.eps, kernels)
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
         out: torch.Tensor = self.o_proj(attention.attend(self.layer, query, key, value).reshape(tokens, -1))
         return out
 
@@ -114,7 +127,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = SelfAttention(config, layer)
-        self.mlp: nn.Module
+        self.mlp: DenseMLP | MoE
         if isinstance(config.mlp, MoEConfig):
             self.mlp = MoE(config.hidden, config.mlp)
         else:
@@ -122,10 +135,19 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden, config.rms_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.rms_eps)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attention)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        following: RMSNorm,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attention: Attention,
+        kernels: Kernels,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: input_layernorm(residual) → (following(out), out), where out is what transformers calls the layer's hidden states."""
+        attended = self.self_attn(x, rotary, attention, kernels)
+        x, residual = self.post_attention_layernorm.add(attended, residual, kernels)
+        return self.mlp.add_norm(x, residual, following, kernels)
 
 
 class Decoder(nn.Module):
@@ -135,6 +157,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps)
+        self.kernels: Kernels = "auto"  # which form of ops.py's operators this decoder takes where a GPU is
 
     @classmethod
     def from_tensors(
@@ -153,7 +176,16 @@ class Decoder(nn.Module):
                 f"of another shape, the first is {wrong[0]!r}"
             )
         decoder.load_state_dict({name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}, assign=True)
-        return decoder.eval().requires_grad_(False)
+        decoder.eval().requires_grad_(False)
+        if torch.device(device).type == "cuda":
+            decoder.pack()
+        return decoder
+
+    def pack(self) -> None:
+        """Join the weights that one product can serve. On a GPU only: a joined product on the CPU rounds otherwise than its parts."""
+        for layer in self.layers:
+            cast(DecoderLayer, layer).self_attn.pack()
+            cast(DecoderLayer, layer).mlp.pack()
 
     def forward(
         self,
@@ -171,16 +203,18 @@ class Decoder(nn.Module):
         """
         rotary = self.rotary(positions, inputs_embeds.dtype)
         taps = 0 if deepstack is None else len(deepstack)
-        x = inputs_embeds
-        captured = x if capture_layer == 0 else None
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, attention)
+        residual = inputs_embeds
+        captured = residual if capture_layer == 0 else None
+        layers = [cast(DecoderLayer, layer) for layer in self.layers]
+        norms = [*(layer.input_layernorm for layer in layers), self.norm]
+        x = norms[0](residual, self.kernels)
+        for index, layer in enumerate(layers):
+            x, residual = layer(x, residual, norms[index + 1], rotary, attention, self.kernels)
             if capture_layer == index + 1:
-                captured = x
+                captured = residual
             if deepstack is not None and index < taps:
-                x = x + deepstack[index]
-        hidden = self.norm(x)
-        return hidden, hidden if capture_layer == len(self.layers) else captured
+                x, residual = norms[index + 1].add(deepstack[index], residual, self.kernels)
+        return x, x if capture_layer == len(self.layers) else captured
 
     def forward_rows(self, inputs_embeds: torch.Tensor, cache: ContiguousAttention) -> torch.Tensor:
         """The next n positions of every row of a plain cache: [rows, n, hidden] → post-norm hidden [rows, n, hidden].

@@ -1,0 +1,111 @@
+"""The small operators of a decoder layer: a plain form in torch, which is what the CPU runs, and a Triton kernel where a GPU is.
+
+`kernels` = "auto" takes the Triton kernel for tensors on a CUDA device, "torch" the plain form everywhere. Kernels and plain forms
+are equal up to rounding: float32 agrees to a few units in the last place (matrix products never use TF32: torch's default,
+`torch.backends.cuda.matmul.allow_tf32` = False, is relied on), bfloat16 to one or two roundings of a result.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+Kernels = Literal["auto", "torch"]
+
+
+def use_triton(x: torch.Tensor, kernels: Kernels) -> bool:
+    return kernels == "auto" and x.is_cuda
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels = "auto") -> torch.Tensor:
+    """weight * x / sqrt(mean(x²) + eps) over the last dimension, the root in float32."""
+    if use_triton(x, kernels):
+        from omni_bus.stages.ar import triton_layers
+
+        return triton_layers.rms_norm(x.reshape(-1, x.shape[-1]).contiguous(), weight, eps).view(x.shape)
+    return rms_norm_plain(x, weight, eps)
+
+
+def rms_norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, hidden] twice → (norm of residual + x, residual + x)."""
+    if use_triton(x, kernels):
+        from omni_bus.stages.ar import triton_layers
+
+        return triton_layers.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    return add_rms_norm_plain(x, residual, weight, eps)
+
+
+def add_rms_norm_plain(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + x
+    return rms_norm_plain(total, weight, eps), total
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [N, heads, head_dim] by cos and sin [N, 1, head_dim]: dimension i is paired with i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def qk_norm_rope(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    kernels: Kernels = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The projections of N tokens, queries before keys before values [N, (heads + 2 kv_heads) * head_dim] → normalised (where there
+    are weights [head_dim]) and rotated query [N, heads, head_dim], key and value [N, kv_heads, head_dim]. Rotary as `rotate` takes it."""
+    if use_triton(qkv, kernels):
+        from omni_bus.stages.ar import triton_layers
+
+        return triton_layers.qk_norm_rope(
+            qkv.contiguous(), q_weight, k_weight, *rotary, heads=heads, kv_heads=kv_heads, eps=eps
+        )
+    return qk_norm_rope_plain(qkv, q_weight, k_weight, rotary, heads=heads, kv_heads=kv_heads, eps=eps)
+
+
+def qk_norm_rope_plain(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    *,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    split = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+    query, key, value = split[:, :heads], split[:, heads:-kv_heads], split[:, -kv_heads:]
+    if q_weight is not None and k_weight is not None:
+        query, key = rms_norm_plain(query, q_weight, eps), rms_norm_plain(key, k_weight, eps)
+    return rotate(query, *rotary), rotate(key, *rotary), value
+
+
+def silu_mul(gate_up: torch.Tensor, kernels: Kernels = "auto") -> torch.Tensor:
+    """[N, 2 * size], gates before ups → silu(gate) * up, [N, size]."""
+    if use_triton(gate_up, kernels):
+        from omni_bus.stages.ar import triton_layers
+
+        return triton_layers.silu_mul(gate_up.contiguous())
+    return silu_mul_plain(gate_up)
+
+
+def silu_mul_plain(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

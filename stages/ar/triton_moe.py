@@ -1,0 +1,467 @@
+# mypy: allow-untyped-decorators, allow-untyped-calls
+"""Triton kernels of a mixture of experts: every weight that some token chose is read once a step, with no word to the host.
+
+A token has `slots` pairs (token, expert): its chosen experts, then the shared expert cut into parts of an expert's size, if it has
+one. Pairs are counted through, pair = token * slots + slot. A step is: route (softmax, top k) → align (pairs grouped by expert, in
+blocks of BLOCK_M) → gate, up, silu·mul → down → combine (weighted sum over a token's pairs in order of choice, so that a token's
+result does not depend on the rest of the batch; with the residual and the next norm on it). With very few tokens nearly every
+pair has an expert to itself: then `align` is left out and each pair is a matrix-vector product of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from omni_bus.stages.ar.triton_layers import norm_warps, scaled_root
+
+DIRECT_TOKENS = 2  # up to here each pair is computed by itself
+_ALIGN_CHUNK = 1024
+
+
+@triton.jit
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    weights_ptr,
+    chosen_ptr,
+    stride,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERT_BLOCK)
+    real = expert < EXPERTS
+    logit = tl.load(logits_ptr + token * stride + expert, mask=real, other=float("-inf")).to(tl.float32)
+    prob = tl.exp(logit - tl.max(logit, 0))
+    prob = prob / tl.sum(prob, 0)
+    slot = tl.arange(0, SLOT_BLOCK)
+    weights = tl.zeros([SLOT_BLOCK], dtype=tl.float32)
+    chosen = tl.zeros([SLOT_BLOCK], dtype=tl.int32)
+    left = tl.where(real, prob, -1.0)
+    for rank in tl.static_range(TOP_K):
+        # Scores that are not numbers must not lead outside the weights.
+        best = tl.minimum(tl.argmax(left, 0), EXPERTS - 1)
+        score = tl.sum(tl.where(expert == best, prob, 0.0), 0)
+        weights = tl.where(slot == rank, score, weights)
+        chosen = tl.where(slot == rank, best, chosen)
+        left = tl.where(expert == best, -1.0, left)
+    if NORMALISE:
+        weights = weights / tl.sum(weights, 0)
+    if SHARED > 0:
+        gate = tl.load(logits_ptr + token * stride + EXPERTS).to(tl.float32)
+        weights = tl.where(slot >= TOP_K, 1.0 / (1.0 + tl.exp(-gate)), weights)
+        chosen = tl.where(slot >= TOP_K, EXPERTS + slot - TOP_K, chosen)
+    at = token * (TOP_K + SHARED) + slot
+    tl.store(weights_ptr + at, weights.to(weights_ptr.dtype.element_ty), mask=slot < TOP_K + SHARED)
+    tl.store(chosen_ptr + at, chosen, mask=slot < TOP_K + SHARED)
+
+
+@triton.jit
+def _align_kernel(  # type: ignore[no-untyped-def]
+    chosen_ptr,
+    pair_ptr,
+    expert_ptr,
+    pairs,
+    max_blocks,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program an expert: counts everyone's pairs, finds its own first block, lists its pairs there in order, fills up with `pairs`."""
+    mine = tl.program_id(0)
+    group = tl.arange(0, GROUP_BLOCK)
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros([GROUP_BLOCK], dtype=tl.int32)
+    for begin in range(0, pairs, CHUNK):
+        pair = begin + lane
+        chosen = tl.load(chosen_ptr + pair, mask=pair < pairs, other=GROUPS)
+        counts += tl.histogram(chosen, GROUP_BLOCK)
+    blocks = tl.where(group < GROUPS, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    first = tl.sum(tl.where(group < mine, blocks, 0), 0)
+    own = tl.sum(tl.where(group == mine, blocks, 0), 0)
+    seen = own * 0
+    for begin in range(0, pairs, CHUNK):
+        pair = begin + lane
+        chosen = tl.load(chosen_ptr + pair, mask=pair < pairs, other=GROUPS)
+        member = (chosen == mine).to(tl.int32)
+        place = seen + tl.cumsum(member, 0) - 1
+        tl.store(pair_ptr + first * BLOCK_M + place, pair, mask=member > 0)
+        seen += tl.sum(member, 0)
+    fill = seen + tl.arange(0, BLOCK_M)
+    tl.store(pair_ptr + first * BLOCK_M + fill, tl.zeros([BLOCK_M], dtype=tl.int32) + pairs, mask=fill < own * BLOCK_M)
+    for begin in range(0, own, CHUNK):
+        tl.store(expert_ptr + first + begin + lane, tl.zeros([CHUNK], dtype=tl.int32) + mine, mask=begin + lane < own)
+    if mine == GROUPS - 1:
+        for begin in range(first + own, max_blocks, CHUNK):
+            tl.store(expert_ptr + begin + lane, tl.zeros([CHUNK], dtype=tl.int32) - 1, mask=begin + lane < max_blocks)
+
+
+@triton.jit
+def _gate_up_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    pair_ptr,
+    expert_ptr,
+    pairs,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block = tl.program_id(1)
+    expert = tl.load(expert_ptr + block)
+    if expert < 0:
+        return
+    pair = tl.load(pair_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    valid = pair < pairs
+    token = tl.where(valid, pair // SLOTS, 0)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(column < INTER, column, 0)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + token.to(tl.int64)[:, None] * HIDDEN + depth[None, :]
+    gate_at = weight_ptr + expert.to(tl.int64) * (2 * INTER * HIDDEN) + row[None, :] * HIDDEN + depth[:, None]
+    up_at = gate_at + INTER * HIDDEN
+    gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for begin in range(0, HIDDEN, BLOCK_K):
+        if HIDDEN % BLOCK_K == 0:
+            x = tl.load(x_at + begin, mask=valid[:, None], other=0.0)
+            gate_weight = tl.load(gate_at + begin)
+            up_weight = tl.load(up_at + begin)
+        else:
+            inside = begin + depth < HIDDEN
+            x = tl.load(x_at + begin, mask=valid[:, None] & inside[None, :], other=0.0)
+            gate_weight = tl.load(gate_at + begin, mask=inside[:, None], other=0.0)
+            up_weight = tl.load(up_at + begin, mask=inside[:, None], other=0.0)
+        gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
+        up = tl.dot(x, up_weight, up, input_precision="ieee")
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    out_at = out_ptr + pair.to(tl.int64)[:, None] * INTER + column[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (column < INTER)[None, :])
+
+
+@triton.jit
+def _down_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    pair_ptr,
+    expert_ptr,
+    pairs,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block = tl.program_id(1)
+    expert = tl.load(expert_ptr + block)
+    if expert < 0:
+        return
+    pair = tl.load(pair_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    valid = pair < pairs
+    source = tl.where(valid, pair, 0).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(column < HIDDEN, column, 0)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + source[:, None] * INTER + depth[None, :]
+    weight_at = weight_ptr + expert.to(tl.int64) * (HIDDEN * INTER) + row[None, :] * INTER + depth[:, None]
+    out = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for begin in range(0, INTER, BLOCK_K):
+        if INTER % BLOCK_K == 0:
+            x = tl.load(x_at + begin, mask=valid[:, None], other=0.0)
+            weight = tl.load(weight_at + begin)
+        else:
+            inside = begin + depth < INTER
+            x = tl.load(x_at + begin, mask=valid[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weight_at + begin, mask=inside[:, None], other=0.0)
+        out = tl.dot(x, weight, out, input_precision="ieee")
+    out_at = out_ptr + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (column < HIDDEN)[None, :])
+
+
+@triton.jit
+def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    chosen_ptr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(column < INTER, column, 0)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + (pair // SLOTS).to(tl.int64) * HIDDEN + depth
+    gate_at = weight_ptr + expert * (2 * INTER * HIDDEN) + row[:, None] * HIDDEN + depth[None, :]
+    up_at = gate_at + INTER * HIDDEN
+    gates = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    ups = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for begin in tl.static_range(0, HIDDEN, BLOCK_K):
+        if HIDDEN % BLOCK_K == 0:
+            gate_weight = tl.load(gate_at + begin)
+            up_weight = tl.load(up_at + begin)
+            x = tl.load(x_at + begin)
+        else:
+            inside = begin + depth < HIDDEN
+            gate_weight = tl.load(gate_at + begin, mask=inside[None, :], other=0.0)
+            up_weight = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + begin, mask=inside, other=0.0)
+        wide = x.to(tl.float32)[None, :]
+        gates += gate_weight.to(tl.float32) * wide
+        ups += up_weight.to(tl.float32) * wide
+    gate = tl.sum(gates, 1)
+    out = gate / (1.0 + tl.exp(-gate)) * tl.sum(ups, 1)
+    tl.store(out_ptr + pair.to(tl.int64) * INTER + column, out.to(out_ptr.dtype.element_ty), mask=column < INTER)
+
+
+@triton.jit
+def _down_direct_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    chosen_ptr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(column < HIDDEN, column, 0)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + pair.to(tl.int64) * INTER + depth
+    weight_at = weight_ptr + expert * (HIDDEN * INTER) + row[:, None] * INTER + depth[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for begin in tl.static_range(0, INTER, BLOCK_K):
+        if INTER % BLOCK_K == 0:
+            weight = tl.load(weight_at + begin)
+            x = tl.load(x_at + begin)
+        else:
+            inside = begin + depth < INTER
+            weight = tl.load(weight_at + begin, mask=inside[None, :], other=0.0)
+            x = tl.load(x_at + begin, mask=inside, other=0.0)
+        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    out = tl.sum(total, 1)
+    tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + column, out.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
+
+
+@triton.jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    part_ptr,
+    weights_ptr,
+    place_ptr,
+    residual_ptr,
+    norm_ptr,
+    out_ptr,
+    sum_ptr,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PLACED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = token * SLOTS + slot
+        source = pair
+        if PLACED:
+            source = tl.load(place_ptr + pair).to(tl.int64)
+        part = tl.load(part_ptr + source * HIDDEN + column, mask=mask, other=0.0)
+        total += tl.load(weights_ptr + pair).to(tl.float32) * part.to(tl.float32)
+    at = token * HIDDEN + column
+    value = total.to(dtype)
+    if NORM:
+        residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
+        weight = tl.load(norm_ptr + column, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + at, value, mask=mask)
+        value = scaled_root(value.to(tl.float32), weight, eps, HIDDEN, dtype).to(dtype)
+    tl.store(out_ptr + at, value, mask=mask)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of one expert product: columns and depth of a program's weight tile, its warps and pipeline stages."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def route(logits: torch.Tensor, *, experts: int, top_k: int, shared: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router scores [N, at least experts] (column `experts`: the shared expert's gate, where `shared` parts of one follow the experts)
+    → weights [N, top_k + shared] in their dtype, numbers int32 [N, top_k + shared]."""
+    tokens, slots = len(logits), top_k + shared
+    assert logits.stride(1) == 1 and logits.shape[1] >= experts + (shared > 0)
+    weights = logits.new_empty(tokens, slots)
+    chosen = torch.empty(tokens, slots, dtype=torch.int32, device=logits.device)
+    _route_kernel[(tokens,)](
+        logits,
+        weights,
+        chosen,
+        logits.stride(0),
+        experts,
+        triton.next_power_of_2(experts),
+        top_k,
+        shared,
+        triton.next_power_of_2(slots),
+        normalise,
+        num_warps=1,
+    )
+    return weights, chosen
+
+
+def align(chosen: torch.Tensor, *, groups: int, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers int32 [N, slots] below `groups` → pairs int32 [blocks, block_m], grouped by number and filled up with N * slots, and each
+    block's number int32 [blocks], -1 for blocks that are not needed. `blocks` is a bound that holds whatever was chosen."""
+    pairs = chosen.numel()
+    most = min(pairs, pairs // block_m + groups)
+    pair_table = torch.empty(most, block_m, dtype=torch.int32, device=chosen.device)
+    expert_table = torch.empty(most, dtype=torch.int32, device=chosen.device)
+    group_block = triton.next_power_of_2(groups + 1)
+    _align_kernel[(groups,)](
+        chosen, pair_table, expert_table, pairs, most, groups, group_block, block_m, _ALIGN_CHUNK, num_warps=4
+    )
+    return pair_table, expert_table
+
+
+def experts(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """x [N, hidden], numbers int32 [N, slots], gate_up [groups, 2 * inter, hidden], down [groups, hidden, inter] → each pair's expert
+    output, not yet weighted, [N * slots, hidden]."""
+    tokens, slots = chosen.shape
+    groups, hidden, inter = down.shape
+    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
+    assert (
+        x.shape == (tokens, hidden) and gate_up.shape == (groups, 2 * inter, hidden) and x.dtype == gate_up.dtype == down.dtype
+    )
+    pairs = tokens * slots
+    inner = x.new_empty(pairs, inter)
+    out = x.new_empty(pairs, hidden)
+    if tokens <= DIRECT_TOKENS:
+        depth = depth_block(hidden, 512)
+        _gate_up_direct_kernel[(triton.cdiv(inter, 8), pairs)](
+            x, gate_up, inner, chosen, hidden, inter, slots, 8, depth, num_warps=4
+        )
+        depth = depth_block(inter, 256)
+        _down_direct_kernel[(triton.cdiv(hidden, 16), pairs)](inner, down, out, chosen, hidden, inter, 16, depth, num_warps=4)
+        return out
+    block_m, first, second = tiles(tokens, slots, groups, x.dtype)
+    pair_table, expert_table = align(chosen, groups=groups, block_m=block_m)
+    blocks = len(expert_table)
+    _gate_up_kernel[(triton.cdiv(inter, first.columns), blocks)](
+        x,
+        gate_up,
+        inner,
+        pair_table,
+        expert_table,
+        pairs,
+        hidden,
+        inter,
+        slots,
+        block_m,
+        first.columns,
+        depth_block(hidden, first.depth),
+        num_warps=first.warps,
+        num_stages=first.stages,
+    )
+    _down_kernel[(triton.cdiv(hidden, second.columns), blocks)](
+        inner,
+        down,
+        out,
+        pair_table,
+        expert_table,
+        pairs,
+        hidden,
+        inter,
+        block_m,
+        second.columns,
+        depth_block(inter, second.depth),
+        num_warps=second.warps,
+        num_stages=second.stages,
+    )
+    return out
+
+
+def combine(
+    parts: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    place: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over a token's pairs: parts [N * slots, hidden], weights [N, slots]; pair p is row place[p] of parts, or row p.
+
+    With residual [N, hidden] and norm_weight [hidden]: (norm of residual + sum, residual + sum); without: the sum, twice.
+    """
+    tokens, slots = weights.shape
+    hidden = parts.shape[1]
+    assert parts.is_contiguous() and weights.is_contiguous() and (residual is None) == (norm_weight is None)
+    out = parts.new_empty(tokens, hidden)
+    total = out
+    if residual is not None:
+        assert residual.is_contiguous() and residual.shape == out.shape
+        total = torch.empty_like(out)
+    block = triton.next_power_of_2(hidden)
+    _combine_kernel[(tokens,)](
+        parts,
+        weights,
+        weights if place is None else place,
+        parts if residual is None else residual,
+        parts if norm_weight is None else norm_weight,
+        out,
+        total,
+        eps,
+        hidden,
+        block,
+        slots,
+        place is not None,
+        residual is not None,
+        num_warps=norm_warps(block),
+    )
+    return out, total
+
+
+def tiles(tokens: int, slots: int, groups: int, dtype: torch.dtype) -> tuple[int, Tiles, Tiles]:
+    """Rows of a block, tiles of the gate and up product, tiles of the down product. Few rows: long, deep pipelines of narrow weight
+    tiles, for the memory's sake; many rows: tiles for the tensor cores."""
+    mean = tokens * slots // groups
+    if dtype == torch.float32:
+        return 16, Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 2)
+    if mean <= 10:
+        return 16, Tiles(32, 128, 4, 4), Tiles(64, 128, 4, 4)
+    if mean <= 28:
+        return 32, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4)
+    return 64, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4)
+
+
+def depth_block(size: int, most: int) -> int:
+    """The depth of a tile over a dimension of `size`: the largest power of two from 16 to `most` that divides it, if one of at least
+    64 does; otherwise one that is masked at the end."""
+    whole = min(most, size & -size)
+    return whole if whole >= min(64, most) else min(most, max(16, triton.next_power_of_2(size)))
