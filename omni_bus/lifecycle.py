@@ -207,7 +207,7 @@ class Lifecycle:
             if request.unacknowledged:
                 overdue |= {request.bindings[stage].worker.peer for stage in request.unacknowledged}
             else:
-                self._fail(request, DeadlineExceeded(f"not finished within {request.deadline - request.arrived:g} s"), now)
+                self._fail(request, DeadlineExceeded(f"not finished within {request.deadline - request.arrived:.3g} s"), now)
         return overdue
 
     def fail_all(self, error: OmniBusError, now: float) -> None:

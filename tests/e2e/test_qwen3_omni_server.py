@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import http.client
+import json
 import pathlib
+import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,6 +116,39 @@ def test_no_text_to_speak_is_an_answer_without_audio(server: Server) -> None:
     for sampling in (one_token, silent):
         answer = ask(server, CASES["text"], sampling=sampling)
         assert not answer.errors and answer.finish_reason == "length" and not len(answer.pcm)
+
+
+def test_readers_that_hang_up_at_any_moment_disturb_nobody(server: Server, greedy: Greedy, reference: Reference) -> None:
+    """Before the first event, in mid-text, in mid-speech. What they held is looked at by the next test."""
+    dice = random.Random(3)
+
+    def hang_up(moment: float) -> None:
+        body = {
+            "model": MODEL,
+            "messages": messages(CASES["audio"]),
+            "modalities": ["text", "audio"],
+            "stream": True,
+            "sampling": {"thinker": {"max_tokens": 200, "ignore_eos": True}, "talker": {"max_tokens": 400, "ignore_eos": True}},
+        }
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        time.sleep(moment)
+        connection.close()
+
+    ended = server.get("/v1/status")["ended"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        hung_up = [pool.submit(hang_up, dice.random() * 0.8) for _ in range(40)]
+        check(ask(server, CASES["image"]), greedy("image"), reference)
+        for each in hung_up:
+            each.result()
+
+    def all_ended() -> bool:
+        status = server.get("/v1/status")
+        cancelled = status["ended"].get("cancelled", 0) - ended.get("cancelled", 0)
+        return not any(status["requests"].values()) and cancelled >= 30  # of those that came as far as the bus
+
+    eventually(all_ended, 10, "each is cancelled in every stage")
+    check(ask(server, CASES["text"]), greedy("text"), reference)
 
 
 def test_nothing_is_held_when_all_answers_are_out(server: Server) -> None:
