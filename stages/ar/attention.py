@@ -1,4 +1,4 @@
-"""Where attention meets the KV cache: one small protocol, and the two caches that implement it.
+"""Where attention meets the KV cache: one small protocol, and the caches that implement it.
 
 The decoder hands over rotated queries and keys of all packed tokens, layer by layer; the implementation stores keys and values
 and answers with the attended values. Everything that depends on the batch is put into tensors once per step (`plan`), so that
@@ -8,6 +8,7 @@ the layer loop holds no per-row Python for decode rows, and a fused kernel or a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,14 @@ class Attention(Protocol):
         """query [N, heads, head_dim], key and value [N, kv_heads, head_dim] of N packed tokens → [N, heads, head_dim]."""
 
 
+def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """int64 vectors from the CPU to `device`: one copy for all, which nobody waits for."""
+    packed = torch.cat(list(parts))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(torch.split(packed, [len(part) for part in parts]))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive positions of one row that a step computes: start … start+count-1, kept in the row's `blocks`."""
@@ -35,12 +44,13 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One span of more than one position: its tokens, the slots of its whole context, and which of them each query sees."""
+    """One span of more than one position: its tokens, the slots of its whole context, and which of them each query sees. Without
+    slots and mask the span is the beginning of its row: its context is itself."""
 
     begin: int
     end: int
-    slots: torch.Tensor  # int64 [context]
-    mask: torch.Tensor  # bool [groups * count, context]
+    slots: torch.Tensor | None = None  # int64 [context]
+    mask: torch.Tensor | None = None  # bool [groups * count, context]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +73,9 @@ class PagedAttention:
 
     def plan(self, spans: Sequence[Span]) -> None:
         """The packed tokens of the next forward are those of `spans`, one span behind the other."""
+        if self.cache.device.type == "cuda":
+            self._plan = self._plan_on_device(spans)
+            return
         cache = self.cache
         contexts = [cache.slots(span.blocks, span.start + span.count) for span in spans]
         begins: list[int] = []
@@ -82,14 +95,52 @@ class PagedAttention:
         for span, begin, slots in zip(spans, begins, contexts, strict=True):
             if span.count > 1:
                 seen = torch.ones(span.count, len(slots), dtype=torch.bool).tril(span.start)
-                prefills.append(
-                    _Prefill(begin, begin + span.count, slots.to(cache.device), seen.repeat(self.groups, 1).to(cache.device))
-                )
+                prefills.append(_Prefill(begin, begin + span.count, slots, seen.repeat(self.groups, 1)))
         self._plan = _Plan(
-            slots=torch.cat([slots[span.start :] for span, slots in zip(spans, contexts, strict=True)]).to(cache.device),
-            single=torch.tensor([begins[index] for index in single], dtype=torch.int64).to(cache.device),
-            context=context.to(cache.device),
-            mask=mask.to(cache.device),
+            slots=torch.cat([slots[span.start :] for span, slots in zip(spans, contexts, strict=True)]),
+            single=torch.tensor([begins[index] for index in single], dtype=torch.int64),
+            context=context,
+            mask=mask,
+            prefills=tuple(prefills),
+        )
+
+    def _plan_on_device(self, spans: Sequence[Span]) -> _Plan:
+        """The same with one copy to the device for all index tensors and no wait; masks are made there. Spans that begin their row
+        need neither gather nor mask."""
+        cache = self.cache
+        contexts = [cache.slots(span.blocks, span.start + span.count) for span in spans]
+        begins = [0, *itertools.accumulate(span.count for span in spans)]
+        single = [index for index, span in enumerate(spans) if span.count == 1]
+        later = [index for index, span in enumerate(spans) if span.count > 1 and span.start > 0]
+        longest = max((len(contexts[index]) for index in single), default=0)
+        context = torch.zeros(len(single), longest, dtype=torch.int64)
+        for row, index in enumerate(single):
+            context[row, : len(contexts[index])] = contexts[index]
+        slots, tokens, lengths, flat, *seen = upload(
+            (
+                torch.cat([slots[span.start :] for span, slots in zip(spans, contexts, strict=True)]),
+                torch.tensor([begins[index] for index in single], dtype=torch.int64),
+                torch.tensor([len(contexts[index]) for index in single], dtype=torch.int64),
+                context.view(-1),
+                *(contexts[index] for index in later),
+            ),
+            cache.device,
+        )
+        at = dict(zip(later, seen, strict=True))
+        prefills = []
+        for index, span in enumerate(spans):
+            begin, end = begins[index], begins[index + 1]
+            if index in at:
+                queries = torch.arange(span.start, span.start + span.count, device=cache.device).repeat(self.groups)
+                mask = torch.arange(len(at[index]), device=cache.device) <= queries[:, None]
+                prefills.append(_Prefill(begin, end, at[index], mask))
+            elif span.count > 1:
+                prefills.append(_Prefill(begin, end))
+        return _Plan(
+            slots=slots,
+            single=tokens,
+            context=flat.view(len(single), longest),
+            mask=(torch.arange(longest, device=cache.device) < lengths[:, None])[:, None, None],
             prefills=tuple(prefills),
         )
 
@@ -105,8 +156,22 @@ class PagedAttention:
         if len(plan.single):
             out[plan.single] = self._decode(plan, query[plan.single], keys, values)
         for piece in plan.prefills:
-            out[piece.begin : piece.end] = self._prefill(piece, query[piece.begin : piece.end], keys, values)
+            own = slice(piece.begin, piece.end)
+            if piece.slots is None:
+                out[own] = self._begin(query[own], key[own], value[own])
+            else:
+                out[own] = self._prefill(piece, piece.slots, query[own], keys, values)
         return out
+
+    def _begin(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=self.groups > 1,
+        )
+        return attended[0].transpose(0, 1)
 
     def _decode(self, plan: _Plan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         rows, longest = plan.context.shape
@@ -120,15 +185,85 @@ class PagedAttention:
         )
         return attended.reshape(query.shape)
 
-    def _prefill(self, piece: _Prefill, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _prefill(
+        self, piece: _Prefill, slots: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
         count, heads, head_dim = query.shape
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1).reshape(1, self.kv_heads, self.groups * count, head_dim),
-            keys.index_select(0, piece.slots).transpose(0, 1)[None],
-            values.index_select(0, piece.slots).transpose(0, 1)[None],
+            keys.index_select(0, slots).transpose(0, 1)[None],
+            values.index_select(0, slots).transpose(0, 1)[None],
             attn_mask=piece.mask,
         )
         return attended.view(heads, count, head_dim).transpose(0, 1)
+
+
+class DecodeAttention:
+    """Attention of a batch of fixed size, one new position a row, that reads all it needs of the batch from tensors of fixed
+    address: what a captured graph holds. Call `begin` before each forward.
+
+    The blocks of each row stand in `tables` under the row's slot, from its admission on; slot 0 has the scratch block. Without a
+    kernel the keys and values of `max_length` positions are gathered, whatever the rows' lengths.
+    """
+
+    def __init__(self, config: DecoderConfig, cache: KVCache, *, slots: int, max_length: int, kernel: bool) -> None:
+        self.cache = cache
+        self.kv_heads = config.kv_heads
+        self.groups = config.heads // config.kv_heads
+        self._length = max_length
+        self._kernel = None
+        if kernel:
+            from omni_bus.stages.ar import triton_attention
+
+            self._kernel = triton_attention.attend
+        pages = -(-max_length // cache.block_size)
+        self.tables = torch.zeros(slots + 1, pages, dtype=torch.int32, device=cache.device)
+        self.tables[0] = cache.scratch
+        self._positions = torch.arange(max_length, device=cache.device)
+        self._slots = self._lengths = self._new = self._context = self._mask = self._positions
+
+    @staticmethod
+    def has_kernel(config: DecoderConfig) -> bool:
+        """Whether the kernel takes heads of this size. Asked on a GPU only."""
+        from omni_bus.stages.ar import triton_attention
+
+        return triton_attention.supports(config.head_dim)
+
+    def admit(self, slot: int, blocks: Sequence[int]) -> None:
+        """The row in `slot` has these blocks from now on."""
+        (table,) = upload((torch.tensor(blocks, dtype=torch.int64),), self.cache.device)
+        self.tables[slot, : len(blocks)] = table
+
+    def begin(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """slots int64 [B] and lengths int32 [B], the new position included, of the next forward's rows."""
+        self._slots, self._lengths = slots, lengths
+        if self._kernel is not None:
+            return
+        size = self.cache.block_size
+        pages = self.tables.index_select(0, slots).long()
+        newest = (lengths.long() - 1)[:, None]
+        self._new = (pages.gather(1, newest // size) * size + newest % size).view(-1)
+        self._mask = (self._positions <= newest)[:, None, None]
+        context = pages[:, self._positions // size] * size + self._positions % size
+        self._context = torch.where(self._positions <= newest, context, 0).view(-1)  # elsewhere the null block
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = self.cache.layer(layer)
+        if self._kernel is not None:
+            return self._kernel(
+                query, key, value, keys, values, self.tables, self._slots, self._lengths, block_size=self.cache.block_size
+            )
+        keys.index_copy_(0, self._new, key)
+        values.index_copy_(0, self._new, value)
+        rows = len(query)
+        shape = (rows, self._length, self.kv_heads, -1)
+        attended = F.scaled_dot_product_attention(
+            query.reshape(rows, self.kv_heads, self.groups, -1),
+            keys.index_select(0, self._context).view(shape).transpose(1, 2),
+            values.index_select(0, self._context).view(shape).transpose(1, 2),
+            attn_mask=self._mask,
+        )
+        return attended.reshape(query.shape)
 
 
 class ContiguousAttention:

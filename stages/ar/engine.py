@@ -1,17 +1,23 @@
-"""One step of a batch: gather inputs → decoder → logits → sample → hand the tokens to the program. Each row's errors stay its own."""
+"""One step of a batch: gather inputs → decoder → logits → sample → hand the tokens to the program. Each row's errors stay its own.
+
+Rows are computed in one of two forms. Freely: any number of positions, with Python per row. Or, where the engine has StepGraphs, one
+position a row as a step of fixed size; then the token of a prompt computed freely is drawn by such a step too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from omni_bus.errors import StageFailed
-from omni_bus.stages.ar.attention import PagedAttention, Span
+from omni_bus.stages.ar.attention import PagedAttention, Span, upload
+from omni_bus.stages.ar.graphs import Drawn, StepGraphs
 from omni_bus.stages.ar.program import Inputs, Program, Row, fail_row, isolated
-from omni_bus.stages.ar.sampler import Sampler, sample_rows
+from omni_bus.stages.ar.sampler import Sampler, is_greedy, sample_rows
 from omni_bus.stages.ar.scheduler import Piece
 
 logger = logging.getLogger(__name__)
@@ -19,29 +25,77 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a forward pass found, before anything of a row is changed."""
+    """What a pass found, before anything of a row is changed. Tokens are `drawn`, or to be sampled from `scores`."""
 
-    ready: list[int]  # pieces from whose last position a token is sampled
-    hidden: torch.Tensor  # [ready, hidden], post-norm
-    scores: torch.Tensor  # float32 [ready, vocab]
-    captured: torch.Tensor | None  # [tokens, hidden]
+    ready: list[int]  # pieces behind whose last position a token comes
+    captured: torch.Tensor | None = None  # [tokens, hidden]
+    hidden: torch.Tensor | None = None  # [ready, hidden], post-norm
+    scores: torch.Tensor | None = None  # float32 [ready, vocab]
+    drawn: Drawn | None = None
 
 
 class Engine:
-    def __init__(self, program: Program, attention: PagedAttention, sampler: Sampler, *, max_length: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        attention: PagedAttention,
+        sampler: Sampler,
+        *,
+        max_length: int,
+    ) -> None:
         self.program = program
         self.attention = attention
         self.sampler = sampler
         self.max_length = max_length
+        self.graphs: StepGraphs | None = None
         parameter = next(program.decoder.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._step_was_last = False
+
+    def use(self, graphs: StepGraphs, progress: Callable[[float, str], None]) -> None:
+        """Compute steps with `graphs`, which are prepared here."""
+        with self._on_device():
+            graphs.prepare(progress)
+        self.graphs = graphs
 
     @torch.no_grad()
-    def run(self, pieces: Sequence[Piece]) -> None:
-        """Compute `pieces`. Where the batch fails, each row is tried alone: what a failed pass wrote into the cache is written
-        again, and no generator has moved yet."""
+    def admit(self, row: Row) -> None:
+        """The row has got its slot and its blocks."""
+        if self.graphs is not None:
+            with self._on_device(), isolated(row):
+                self.graphs.admit(row)
+
+    @torch.no_grad()
+    def run(self, pieces: Sequence[Piece]) -> int:
+        """Compute `pieces`, or those of one form: where some are rows of a step and some are not, the two forms take turns, so that
+        what a step emits does not wait for a long prompt. Returns how many were computed."""
+        with self._on_device():
+            if self.graphs is None:
+                self._run(pieces, self._forward)
+                return len(pieces)
+            steps: list[Piece] = []
+            rest: list[Piece] = []
+            for piece in pieces:
+                (steps if self._is_step(piece) else rest).append(piece)
+            self._step_was_last = bool(steps) and not (rest and self._step_was_last)
+            if not self._step_was_last:
+                self._run(rest, self._forward)
+                return len(rest)
+            for begin in range(0, len(steps), self.graphs.max_rows):
+                self._run(steps[begin : begin + self.graphs.max_rows], self._step)
+            return len(steps)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        """Kernels of ours are launched on the device that is current."""
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
+        return contextlib.nullcontext()
+
+    def _run(self, pieces: Sequence[Piece], form: Callable[[Sequence[Piece]], _Outcome]) -> None:
+        """Where the batch fails, each row is tried alone: what a failed pass wrote into the cache is written again, and no generator
+        has moved yet."""
         try:
-            outcome = self._forward(pieces)
+            outcome = form(pieces)
         except Exception as error:
             failure = error
         else:
@@ -52,36 +106,52 @@ class Engine:
             return
         logger.warning("a batch of %d rows failed (%s); trying each row alone", len(pieces), type(failure).__name__)
         for piece in pieces:
-            self.run([piece])
+            self._run([piece], form)
+
+    def _is_step(self, piece: Piece) -> bool:
+        assert self.graphs is not None
+        return piece.count == 1 and _is_ready(piece) and self.graphs.takes(piece.row, piece.row.pending[0])
+
+    def _step(self, pieces: Sequence[Piece]) -> _Outcome:
+        assert self.graphs is not None
+        drawn = self.graphs.decode([piece.row for piece in pieces], [piece.row.pending[0] for piece in pieces])
+        return _Outcome(list(range(len(pieces))), drawn=drawn)
 
     def _forward(self, pieces: Sequence[Piece]) -> _Outcome:
         inputs = [_next_inputs(piece) for piece in pieces]
         flat = [one for part in inputs for one in part]
         self.attention.plan([Span(piece.row.blocks, piece.row.computed, piece.count) for piece in pieces])
+        ready, last, end = [], [], 0
+        for index, piece in enumerate(pieces):
+            end += piece.count
+            if _is_ready(piece):
+                ready.append(index)
+                last.append(end - 1)
+        positions = torch.cat([one.positions for one in flat], dim=1)
+        token_ids = [token for one in flat for token in one.token_ids or ()]
+        places, tokens, where = upload(
+            (positions.view(-1), torch.tensor(token_ids, dtype=torch.int64), torch.tensor(last, dtype=torch.int64)), self.device
+        )
         program = self.program
         hidden, captured = program.decoder(
-            self._embeds(flat),
-            torch.cat([one.positions for one in flat], dim=1).to(self.device),
+            self._embeds(flat, tokens),
+            places.view(3, -1),
             self.attention,
             deepstack=self._deepstack(flat),
             capture_layer=program.capture_layer,
         )
-        ready, last, end = [], [], 0
-        for index, piece in enumerate(pieces):
-            end += piece.count
-            if piece.row.prompt_closed and piece.row.computed + piece.count == piece.row.length:
-                ready.append(index)
-                last.append(end - 1)
-        newest = hidden[torch.tensor(last, dtype=torch.int64, device=self.device)]
-        scores = self.sampler.process(program.logits(newest), [pieces[index].row for index in ready]) if ready else newest
-        return _Outcome(ready, newest, scores, captured)
+        if not ready:
+            return _Outcome(ready, captured)
+        newest, rows = hidden[where], [pieces[index].row for index in ready]
+        if self.graphs is not None:
+            return _Outcome(ready, captured, drawn=self.graphs.tail(rows, newest))
+        return _Outcome(ready, captured, newest, self.sampler.process(program.logits(newest), rows))
 
-    def _embeds(self, inputs: Sequence[Inputs]) -> torch.Tensor:
-        """[tokens, hidden] of all inputs; the token ids among them are embedded in one call."""
-        token_ids = [token for one in inputs for token in one.token_ids or ()]
-        if not token_ids:
+    def _embeds(self, inputs: Sequence[Inputs], token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] of all inputs; the token ids among them, int64 [n], are embedded in one call."""
+        if not len(token_ids):
             return torch.cat([one.embeds for one in inputs if one.embeds is not None]).to(self.device, self.dtype)
-        embedded = self.program.embed(torch.tensor(token_ids, dtype=torch.int64, device=self.device))
+        embedded = self.program.embed(token_ids)
         if all(one.embeds is None for one in inputs):
             return embedded
         parts, begin = [], 0
@@ -118,25 +188,65 @@ class Engine:
                 with isolated(piece.row):
                     self.program.computed(piece.row, start, outcome.captured[begin : begin + piece.count])
             begin += piece.count
-        if not outcome.ready:
-            return
-        finite = outcome.scores.amax(dim=-1).isfinite().tolist()
+        rows = [pieces[index].row for index in outcome.ready]
+        if outcome.drawn is not None:
+            self._take_drawn(rows, outcome.drawn)
+        elif outcome.scores is not None and outcome.hidden is not None:
+            good = self._finite(rows, outcome.scores.amax(dim=-1).isfinite().tolist())
+            if len(good) == len(rows):
+                self._sample(rows, outcome.scores, outcome.hidden)
+            elif good:
+                self._sample([rows[index] for index in good], outcome.scores[good], outcome.hidden[good])
+
+    def _finite(self, rows: Sequence[Row], finite: Sequence[bool]) -> list[int]:
+        """Which rows go on: a row whose scores are not finite fails."""
         good = []
-        for index, (number, is_finite) in enumerate(zip(outcome.ready, finite, strict=True)):
-            row = pieces[number].row
+        for index, (row, is_finite) in enumerate(zip(rows, finite, strict=True)):
             if not is_finite and not row.ended:
                 logger.error("request %d: scores are not finite", row.request.id)
                 row.fail(StageFailed("the model computed no finite scores for this request").info())
             if not row.ended:
                 good.append(index)
-        rows = [pieces[outcome.ready[index]].row for index in good]
-        if len(good) == len(outcome.ready):
-            self._sample(rows, outcome.scores, outcome.hidden)
-        elif good:
-            self._sample(rows, outcome.scores[good], outcome.hidden[good])
+        return good
 
     def _sample(self, rows: Sequence[Row], scores: torch.Tensor, hidden: torch.Tensor) -> None:
         tokens = sample_rows(scores, [row.request.sampling for row in rows], [row.generator for row in rows]).tolist()
+        self._append(rows, tokens)
+        self._hand_over(rows, tokens, hidden)
+
+    def _take_drawn(self, rows: Sequence[Row], drawn: Drawn) -> None:
+        """The tokens that a step drew; the device leaves those to be sampled here that need more than it knows."""
+        good = self._finite(rows, drawn.finite)
+        output = drawn.output
+        if drawn.scores is not None:
+            open_rows = [index for index in good if self._needs_scores(rows[index])]
+            if open_rows:
+                (where,) = upload((torch.tensor(open_rows, dtype=torch.int64),), self.device)
+                some = [rows[index] for index in open_rows]
+                scores = self.sampler.process(drawn.scores[where], some)
+                fine = self._finite(some, scores.amax(dim=-1).isfinite().tolist())
+                if fine:
+                    some = [some[index] for index in fine]
+                    params, generators = [row.request.sampling for row in some], [row.generator for row in some]
+                    output[[open_rows[index] for index in fine], 0] = sample_rows(scores[fine], params, generators).cpu()
+                good = [index for index in good if not rows[index].ended]
+        if not good:
+            return
+        rows = [rows[index] for index in good]
+        output = output if len(good) == len(output) else output[good]
+        self._append(rows, output[:, 0].tolist())
+        self._hand_over_drawn(rows, output)
+
+    def _needs_scores(self, row: Row) -> bool:
+        params = row.request.sampling
+        return (
+            not is_greedy(params)
+            or params.repetition_penalty not in (None, 1.0)
+            or bool(params.min_tokens and len(row.output_ids) < params.min_tokens)
+            or self.program.suppressed_ids is not None
+        )
+
+    def _append(self, rows: Sequence[Row], tokens: Sequence[int]) -> None:
         for row, token in zip(rows, tokens, strict=True):
             row.output_ids.append(token)
             max_tokens = row.request.sampling.max_tokens
@@ -144,26 +254,48 @@ class Engine:
                 row.finish_reason = "stop"
             elif len(row.output_ids) == max_tokens or row.length + 1 >= self.max_length:
                 row.finish_reason = "length"
-        self._hand_over(rows, tokens, hidden)
 
     def _hand_over(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        marks = [_mark(row) for row in rows]
         states = [None if row.generator is None else row.generator.get_state() for row in rows]
-        try:
-            self.program.sampled(rows, tokens, hidden)
-        except Exception as error:
-            failure = error
-        else:
-            return
-        logger.warning("sampled() failed for %d rows (%s)", len(rows), type(failure).__name__)
-        for index, row in enumerate(rows):
-            if len(rows) == 1 or _mark(row) != marks[index]:
-                fail_row(row, failure)
-                continue
-            state = states[index]
+
+        def again(index: int) -> None:
+            row, state = rows[index], states[index]
             if row.generator is not None and state is not None:
                 row.generator.set_state(state)
             self._hand_over([row], [tokens[index]], hidden[index : index + 1])
+
+        _untouched_again(rows, lambda: self.program.sampled(rows, tokens, hidden), again)
+
+    def _hand_over_drawn(self, rows: Sequence[Row], output: torch.Tensor) -> None:
+        assert self.graphs is not None
+        program = self.graphs.program
+        _untouched_again(
+            rows,
+            lambda: program.graph_sampled(rows, output),
+            lambda index: self._hand_over_drawn([rows[index]], output[index : index + 1]),
+        )
+
+
+def _untouched_again(rows: Sequence[Row], hand_over: Callable[[], None], again: Callable[[int], None]) -> None:
+    """Hand over to the program; where that fails, `again` for each row alone that it has not touched, and fail the others."""
+    marks = [_mark(row) for row in rows]
+    try:
+        hand_over()
+    except Exception as error:
+        failure = error
+    else:
+        return
+    logger.warning("the program failed on the tokens of %d rows (%s)", len(rows), type(failure).__name__)
+    for index, row in enumerate(rows):
+        if len(rows) == 1 or _mark(row) != marks[index]:
+            fail_row(row, failure)
+        else:
+            again(index)
+
+
+def _is_ready(piece: Piece) -> bool:
+    """Whether a token comes behind the piece."""
+    return piece.row.prompt_closed and piece.row.computed + piece.count == piece.row.length
 
 
 def _next_inputs(piece: Piece) -> list[Inputs]:

@@ -12,19 +12,24 @@ if TYPE_CHECKING:
 
 
 class KVCache:
-    """Block 0 is the null block: never handed out and always zero, so that padding may point to it whatever other blocks hold."""
+    """Block 0 is the null block: never handed out and always zero, so that padding may point to it whatever other blocks hold.
+
+    One block more, `scratch`, takes what rows write that only fill up a batch of fixed size; no request's row reads it.
+    """
 
     def __init__(
         self, config: DecoderConfig, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.block_size = block_size
+        self.scratch = blocks + 1
         self.device = torch.device(device)
         self._offsets = torch.arange(block_size)
-        shape = (config.layers, (blocks + 1) * block_size, config.kv_heads, config.head_dim)
+        shape = (config.layers, (blocks + 2) * block_size, config.kv_heads, config.head_dim)
         self._keys = torch.empty(shape, dtype=dtype, device=device)  # pages are touched when a block is first written
         self._values = torch.empty(shape, dtype=dtype, device=device)
         for cache in (self._keys, self._values):
             cache[:, :block_size] = 0
+            cache[:, -block_size:] = 0
 
     @staticmethod
     def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:

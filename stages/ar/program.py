@@ -66,17 +66,21 @@ class Row:
 
     def append(self, inputs: Inputs) -> None:
         """More input positions, behind those already there."""
-        count = inputs.positions.shape[1]
-        assert not self.ended and count > 0
-        self.pending.append(inputs)
-        self.length += count
-        self.next_position = int(inputs.positions.max()) + 1
+        self._append(inputs, int(inputs.positions.max()) + 1)
 
     def append_text(self, *, token_ids: Sequence[int] | None = None, embeds: torch.Tensor | None = None) -> None:
         """The same with ordinary positions: one more than the last on all three axes."""
         count = len(token_ids) if token_ids is not None else int(embeds.shape[0])  # type: ignore[union-attr]
-        positions = torch.arange(self.next_position, self.next_position + count).expand(3, count)
-        self.append(Inputs(positions=positions, token_ids=token_ids, embeds=embeds))
+        begin, end = self.next_position, self.next_position + count
+        positions = torch.full((3, 1), begin) if count == 1 else torch.arange(begin, end).expand(3, count)
+        self._append(Inputs(positions=positions, token_ids=token_ids, embeds=embeds), end)
+
+    def _append(self, inputs: Inputs, next_position: int) -> None:
+        count = inputs.positions.shape[1]
+        assert not self.ended and count > 0
+        self.pending.append(inputs)
+        self.length += count
+        self.next_position = next_position
 
     def close_prompt(self) -> None:
         """The prompt is complete: from its last position on, tokens are sampled."""

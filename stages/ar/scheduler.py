@@ -61,10 +61,16 @@ class Scheduler:
         first = self._next_waiting()
         return first is not None and self._can_admit(first)
 
-    def schedule(self) -> list[Piece]:
-        """Every decoding row, then prompts in pieces up to `max_prefill_tokens` together, oldest row first."""
+    def admit(self) -> list[Row]:
+        """The waiting rows that fit now become running ones."""
+        admitted = []
         while (row := self._next_waiting()) is not None and self._can_admit(row):
             self._admit(row)
+            admitted.append(row)
+        return admitted
+
+    def schedule(self) -> list[Piece]:
+        """Every decoding row, then prompts in pieces up to `max_prefill_tokens` together, oldest row first."""
         counts = [(row, computable(row)) for row in self.running.values()]
         pieces = [Piece(row, 1) for row, count in counts if count and row.output_ids]
         budget = self.max_prefill_tokens

@@ -8,17 +8,19 @@ from collections.abc import Iterable
 import torch
 
 from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, StageFailed
-from omni_bus.stages.ar.attention import PagedAttention
+from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention
 from omni_bus.stages.ar.blocks import BlockManager
 from omni_bus.stages.ar.engine import Engine
+from omni_bus.stages.ar.graphs import StepGraphs
 from omni_bus.stages.ar.kv_budget import block_count
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.options import AROptions
-from omni_bus.stages.ar.program import Program, Row
+from omni_bus.stages.ar.program import GraphedProgram, Program, Row
 from omni_bus.stages.ar.sampler import Sampler, is_greedy
 from omni_bus.stages.ar.scheduler import Scheduler
 from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest, StageStats, WokenByEvents
 
+_GATHERED = 4096  # the most positions of a row where decode steps have no attention kernel: they gather them all
 logger = logging.getLogger(__name__)
 
 
@@ -38,9 +40,13 @@ class ARStage(WokenByEvents):
         self.program.load(ctx)
         options = ctx.options(self._options)
         decoder = self.program.decoder
+        decoder.kernels = options.kernels
         parameter = next(decoder.parameters())
         self._device = parameter.device
         max_length = min(self.program.max_length, options.max_length or self.program.max_length)
+        steps, kernel = self._steps(ctx, options)
+        if steps is not None and not kernel:
+            max_length = min(max_length, _GATHERED)
         one = KVCache.block_bytes(decoder.config, options.block_size, parameter.dtype)
         total = block_count(ctx, options, self._device, block_bytes=one, max_length=max_length)
         max_length = min(max_length, total * options.block_size)
@@ -55,11 +61,17 @@ class ARStage(WokenByEvents):
         )
         sampler = Sampler(self.program.eos_ids, self.program.suppressed_ids)
         self._engine = Engine(self.program, PagedAttention(decoder.config, cache), sampler, max_length=max_length)
+        if steps is not None:
+            max_batch = ctx.config.max_batch
+            attention = DecodeAttention(decoder.config, cache, slots=max_batch, max_length=max_length, kernel=kernel)
+            graphs = StepGraphs(steps, attention, max_batch=max_batch, capture=options.graphs == "auto")
+            self._engine.use(graphs, ctx.progress)
         ctx.progress(1.0, f"{total} KV blocks of {options.block_size} positions")
 
     def open(self, request: StageRequest) -> None:
         assert request.id not in self._rows
-        row = Row(request, self._generator(request))
+        generator = self._generator(request)
+        row = Row(request, generator, seed=0 if generator is None else generator.initial_seed() % 2**63)
         self.program.start(row)
         self._rows[request.id] = row
         self._loaded[0].add(row)
@@ -100,10 +112,10 @@ class ARStage(WokenByEvents):
 
     def step(self) -> Iterable[Emission]:
         scheduler, engine = self._loaded
+        for row in scheduler.admit():
+            engine.admit(row)
         pieces = scheduler.schedule()
-        self._batch = len(pieces)
-        if pieces:
-            engine.run(pieces)
+        self._batch = engine.run(pieces) if pieces else 0
         emissions: list[Emission] = []
         for row in [row for row in self._rows.values() if row.outbox or row.ended]:
             emissions += row.outbox
@@ -137,6 +149,21 @@ class ARStage(WokenByEvents):
         else:
             generator.manual_seed(seed)
         return generator
+
+    def _steps(self, ctx: StageContext, options: AROptions) -> tuple[GraphedProgram | None, bool]:
+        """The program, where it is to run in steps of fixed size; and whether their attention is the kernel."""
+        program, on_gpu = self.program, self._device.type == "cuda"
+        if options.attention == "triton" and not on_gpu:
+            raise ConfigError(f'stage {ctx.stage}: attention = "triton" needs a GPU; leave it at "auto"')
+        kernel = on_gpu and options.attention != "torch"
+        if kernel and not DecodeAttention.has_kernel(program.decoder.config):
+            if options.attention == "triton":
+                raise ConfigError(
+                    f'stage {ctx.stage}: attention = "triton" has no kernel for this head size; leave it at "auto"'
+                )
+            kernel = False
+        wanted = options.graphs == "plain" or (options.graphs == "auto" and on_gpu)
+        return (program, kernel) if wanted and isinstance(program, GraphedProgram) else (None, kernel)
 
     def _check(self, row: Row) -> None:
         """Refuse a prompt that is empty, or leaves no room for one token of output."""

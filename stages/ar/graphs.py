@@ -1,0 +1,235 @@
+"""Steps of a batch of fixed size: every input in one copy, the whole step as one CUDA graph, every result in one copy back.
+
+A batch of n rows runs in the smallest bucket that holds it, filled up with rows in slot 0. Two graphs a bucket: `decode` (embed →
+decoder → output) and `tail` (output alone, for rows whose prompt was computed outside). Not captured, the same operators run one by
+one: so on the CPU, where tests hold the equality with the engine's other form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from omni_bus.stages.ar.attention import DecodeAttention
+from omni_bus.stages.ar.program import GraphedProgram, Inputs, Row, StepTensors
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+_WARM_UPS = 2
+
+Result = tuple[torch.Tensor, torch.Tensor | None]  # int64 [B, M + 1], the last column: finite; scores [B, vocab]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step gave for its rows."""
+
+    output: torch.Tensor  # int64 [rows, M] on the host, as GraphedProgram.graph_output has it
+    finite: list[bool]  # whether the row's hidden state was
+    scores: torch.Tensor | None  # [rows, vocab] on the device, valid until the next step
+
+
+def bucket_sizes(max_batch: int) -> tuple[int, ...]:
+    """Up to max_batch, itself included; a batch above the largest size runs in several steps."""
+    largest = min(max_batch, _SIZES[-1])
+    return (*(size for size in _SIZES if size < largest), largest)
+
+
+class StepGraphs:
+    def __init__(self, program: GraphedProgram, attention: DecodeAttention, *, max_batch: int, capture: bool) -> None:
+        self.program = program
+        self.attention = attention
+        parameter = next(program.decoder.parameters())
+        self.device = parameter.device
+        self._captures = capture and self.device.type == "cuda"
+        self._done = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call, unused-ignore]
+        self._seeds = np.zeros(max_batch + 1, np.int64)
+        self._top_k = np.zeros(max_batch + 1, np.int64)
+        self._temperature = np.zeros(max_batch + 1, np.float32)
+        self._top_p = np.ones(max_batch + 1, np.float32)
+        self._penalty = np.ones(max_batch + 1, np.float32)
+        self._min_tokens = np.zeros(max_batch + 1, np.int64)
+        program.graph_prepare(max_batch)
+        hidden = program.decoder.config.hidden
+        self._buckets = [_Bucket(size, hidden, parameter.dtype, self.device) for size in bucket_sizes(max_batch)]
+        self.max_rows = self._buckets[-1].size
+
+    @torch.no_grad()
+    def prepare(self, progress: Callable[[float, str], None]) -> None:
+        """Run every step once or twice, and capture it on a GPU, the largest first: the others fit into its memory."""
+        stream = pool = None
+        if self._captures:
+            gc.collect()
+            gc.freeze()  # what is loaded stays: each capture begins with a collection
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
+            pool = torch.cuda.graph_pool_handle()
+        for number, bucket in enumerate(reversed(self._buckets)):
+            bucket.fill_up(0)
+            bucket.device.copy_(bucket.host)
+            bucket.decode = self._prepare(self._forward(bucket), stream, pool)
+            bucket.tail = self._prepare(self._output(bucket), stream, pool)
+            progress((number + 1) / len(self._buckets), f"decode step of {bucket.size} rows")
+
+    def admit(self, row: Row) -> None:
+        """The row has got its slot and its blocks."""
+        params, slot = row.request.sampling, row.slot
+        self._seeds[slot] = row.seed
+        self._top_k[slot] = max(params.top_k or 0, 0)
+        self._temperature[slot] = params.temperature or 0.0
+        self._top_p[slot] = 1.0 if params.top_p is None else params.top_p
+        self._penalty[slot] = params.repetition_penalty or 1.0
+        self._min_tokens[slot] = params.min_tokens or 0
+        self.attention.admit(slot, row.blocks)
+        self.program.graph_reset(row)
+
+    def takes(self, row: Row, inputs: Inputs) -> bool:
+        """Whether the row's last uncomputed position, `inputs`, can be a row of `decode`. A prompt's ids are embedded outside, and
+        so is what a program wants to see the captured layer of."""
+        if row.output_ids:
+            return True
+        return inputs.embeds is not None and inputs.deepstack is None and self.program.capture_layer is None
+
+    def decode(self, rows: Sequence[Row], inputs: Sequence[Inputs]) -> Drawn:
+        """One position of each row, given by its `inputs`: stored, computed, and a token drawn from it."""
+        bucket, count = self._bucket(len(rows)), len(rows)
+        views = bucket.views
+        views["positions"][:, :count] = torch.cat([one.positions for one in inputs], dim=1).numpy()
+        views["tokens"][:count] = [0 if one.token_ids is None else one.token_ids[0] for one in inputs]
+        views["lengths"][:count] = [row.computed + 1 for row in rows]
+        views["given"][:count] = [one.embeds is not None for one in inputs]
+        for index, one in enumerate(inputs):
+            if one.embeds is not None:
+                bucket.embeds[index].copy_(one.embeds[0], non_blocking=True)
+        return self._run(bucket, rows, bucket.decode)
+
+    def tail(self, rows: Sequence[Row], hidden: torch.Tensor) -> Drawn:
+        """A token of each row from its last position's state: [rows, hidden], post-norm."""
+        bucket = self._bucket(len(rows))
+        bucket.hidden[: len(rows)].copy_(hidden)
+        return self._run(bucket, rows, bucket.tail)
+
+    def _run(self, bucket: _Bucket, rows: Sequence[Row], step: Callable[[], Result] | None) -> Drawn:
+        assert step is not None, "prepare comes first"
+        views, count = bucket.views, len(rows)
+        slots = np.array([row.slot for row in rows])
+        assert slots.all(), "a row without a slot"
+        draws = np.array([len(row.output_ids) for row in rows])
+        views["slots"][:count] = slots
+        views["draws"][:count] = draws
+        views["seeds"][:count] = self._seeds[slots]
+        views["top_k"][:count] = self._top_k[slots]
+        views["temperature"][:count] = self._temperature[slots]
+        views["top_p"][:count] = self._top_p[slots]
+        views["penalty"][:count] = self._penalty[slots]
+        views["no_eos"][:count] = draws < self._min_tokens[slots]
+        bucket.fill_up(count)
+        bucket.device.copy_(bucket.host, non_blocking=True)
+        result, scores = step()
+        host = result
+        if self._done is not None:
+            host = bucket.readback(result)
+            host.copy_(result, non_blocking=True)
+            self._done.record()
+            self._done.synchronize()
+        finite: list[bool] = host[:count, -1].bool().tolist()
+        return Drawn(host[:count, :-1].clone(), finite, None if scores is None else scores[:count])
+
+    def _bucket(self, rows: int) -> _Bucket:
+        return next(bucket for bucket in self._buckets if bucket.size >= rows)
+
+    def _forward(self, bucket: _Bucket) -> Callable[[], Result]:
+        def forward() -> Result:
+            step = bucket.step
+            inputs = torch.where(bucket.given[:, None], bucket.embeds, self.program.graph_embed(step))
+            self.attention.begin(step.slots, bucket.lengths)
+            hidden, _ = self.program.decoder(inputs, step.positions, self.attention)
+            return self._draw(hidden, step)
+
+        return forward
+
+    def _output(self, bucket: _Bucket) -> Callable[[], Result]:
+        return lambda: self._draw(bucket.hidden, bucket.step)
+
+    def _draw(self, hidden: torch.Tensor, step: StepTensors) -> Result:
+        output, scores = self.program.graph_output(hidden, step)
+        finite = hidden.amax(dim=-1, keepdim=True).isfinite()  # behind a norm infinity is NaN, which is passed on
+        return torch.cat((output, finite.to(output.dtype)), dim=1), scores
+
+    def _prepare(self, forward: Callable[[], Result], stream: torch.cuda.Stream | None, pool: Any) -> Callable[[], Result]:
+        if stream is None:
+            forward()
+            return forward
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                forward()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            result = forward()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class _Bucket:
+    """The tensors of steps of `size` rows; all but the states lie in one buffer, which is filled on the host."""
+
+    def __init__(self, size: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        fields = {
+            "slots": (torch.int64, (size,)),
+            "positions": (torch.int64, (3, size)),
+            "tokens": (torch.int64, (size,)),
+            "seeds": (torch.int64, (size,)),
+            "draws": (torch.int64, (size,)),
+            "top_k": (torch.int64, (size,)),
+            "temperature": (torch.float32, (size,)),
+            "top_p": (torch.float32, (size,)),
+            "penalty": (torch.float32, (size,)),
+            "lengths": (torch.int32, (size,)),
+            "no_eos": (torch.bool, (size,)),
+            "given": (torch.bool, (size,)),
+        }
+        self.size = size
+        layout, total = {}, 0
+        for name, (kind, shape) in fields.items():
+            layout[name] = (kind, shape, total)
+            total += -(-size * kind.itemsize * (3 if len(shape) == 2 else 1) // 16) * 16  # aligned for wide loads
+        self.host = torch.zeros(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(total, dtype=torch.uint8, device=device)
+        self.views = {name: _view(self.host, *where).numpy() for name, where in layout.items()}
+        on_device = {name: _view(self.device, *where) for name, where in layout.items()}
+        self.lengths = on_device.pop("lengths")
+        self.given = on_device.pop("given")
+        self.step = StepTensors(**on_device)
+        self.embeds = torch.zeros(size, hidden, dtype=dtype, device=device)
+        self.hidden = torch.zeros(size, hidden, dtype=dtype, device=device)
+        self.decode: Callable[[], Result] | None = None
+        self.tail: Callable[[], Result] | None = None
+        self._readback: torch.Tensor | None = None
+
+    def fill_up(self, count: int) -> None:
+        """The rows from `count` on are nobody's: greedy rows of one position in slot 0."""
+        if count == self.size:
+            return
+        for name, view in self.views.items():
+            view[..., count:] = 1 if name in ("top_p", "penalty", "lengths") else 0
+
+    def readback(self, result: torch.Tensor) -> torch.Tensor:
+        """Where a result is copied to on the host."""
+        if self._readback is None:
+            self._readback = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        return self._readback
+
+
+def _view(buffer: torch.Tensor, kind: torch.dtype, shape: tuple[int, ...], begin: int) -> torch.Tensor:
+    count = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+    return buffer[begin : begin + count * kind.itemsize].view(kind).view(shape)

@@ -1,0 +1,286 @@
+"""Decode steps of fixed size give what the engine's free form gives, token for token, whoever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from omni_bus.deployment import EdgeConfig, StageConfig
+from omni_bus.errors import ConfigError
+from omni_bus.events import RequestOptions
+from omni_bus.payloads import TextDelta
+from omni_bus.sampling import SamplingParams
+from omni_bus.stages.ar.causal_lm import CausalLM, CausalLMProgram, PromptIds, llama_model
+from omni_bus.stages.ar.graphs import bucket_sizes
+from omni_bus.stages.ar.program import Row, StepTensors, isolated
+from omni_bus.stages.ar.stage import ARStage
+from omni_bus.stages.contract import Chunk, Finished, Output, StageContext, StageError, StageRequest
+
+OUT = "llm->client"
+
+
+@pytest.fixture(scope="session")
+def model(tiny_llama, byte_tokenizer) -> CausalLM:
+    weights = dict(tiny_llama.state_dict())
+    return llama_model(tiny_llama.config.to_dict(), weights, byte_tokenizer, frozenset({5}), dtype=torch.float32, device="cpu")
+
+
+class GraphedLM(CausalLMProgram):
+    """A text model in both forms: greedy on the device, everything else from the scores."""
+
+    steps: list[int]
+
+    def graph_prepare(self, max_batch: int) -> None:
+        self.steps = []  # sizes of the batches that were run
+        self.resets: list[tuple[int, int]] = []
+
+    def graph_reset(self, row: Row) -> None:
+        self.resets.append((row.request.id, row.slot))
+
+    def graph_embed(self, step: StepTensors) -> torch.Tensor:
+        return self.embed(step.tokens)
+
+    def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.steps.append(len(hidden))
+        scores = self.logits(hidden)
+        return scores.argmax(dim=-1, keepdim=True), scores
+
+    def graph_sampled(self, rows, output) -> None:
+        tokens = output[:, 0].tolist()
+        super().sampled(rows, tokens, torch.empty(0))
+
+    def sampled(self, rows, tokens, hidden) -> None:
+        assert not hasattr(self, "steps"), "this form is not to be used here"
+        super().sampled(rows, tokens, hidden)
+
+
+class SlotLM(GraphedLM):
+    """Feeds back, besides the token, something that only the device knows, kept under the row's slot; the last prompt position comes
+    as an embedding; samples on the device, and reports what it saw there."""
+
+    def graph_prepare(self, max_batch: int) -> None:
+        super().graph_prepare(max_batch)
+        self.kept = torch.zeros(max_batch + 1, self.decoder.config.hidden)
+
+    def graph_reset(self, row: Row) -> None:
+        super().graph_reset(row)
+        self.kept[row.slot] = 0
+
+    def feed(self, row: Row, chunk: Chunk) -> None:
+        ids = list(self.prompt_ids(row, chunk))
+        row.append_text(token_ids=ids[:-1])
+        row.append_text(embeds=self.embed(torch.tensor(ids[-1:])))
+        row.close_prompt()
+
+    def graph_embed(self, step: StepTensors) -> torch.Tensor:
+        return self.embed(step.tokens) + self.kept[step.slots]
+
+    def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.steps.append(len(hidden))
+        scores = self.logits(hidden)
+        scores = torch.where(step.temperature[:, None] > 0, -scores, scores)
+        banned = step.no_eos[:, None] & F.one_hot(torch.tensor(5), 97).bool()
+        token = scores.masked_fill(banned, -torch.inf).argmax(dim=-1)
+        self.kept.index_add_(0, step.slots, 0.1 * hidden)
+        seen = (step.slots, step.seeds, step.draws, step.top_k, (step.top_p * 1000).long(), (step.penalty * 1000).long())
+        return torch.stack((token, *seen), dim=1), None
+
+    def graph_sampled(self, rows, output) -> None:
+        for row, numbers in zip(rows, output.tolist(), strict=True):
+            with isolated(row):
+                params = row.request.sampling
+                wanted = (row.slot, row.seed, len(row.output_ids) - 1, params.top_k or 0)
+                assert tuple(numbers[1:5]) == wanted
+                assert numbers[5:7] == [round(1000 * (params.top_p or 1)), round(1000 * (params.repetition_penalty or 1))]
+                assert numbers[0] == row.output_ids[-1]
+                super()._sampled(row, numbers[0])
+
+
+class Driver:
+    def __init__(self, model: CausalLM, program: type[CausalLMProgram], *, max_batch: int = 8, **options: object) -> None:
+        self.program = program(lambda ctx: model, text_edges=(OUT,))
+        self.stage = ARStage(self.program)
+        self.progress: list[float] = []
+        self.stage.load(
+            StageContext(
+                stage="llm",
+                pipeline=None,  # type: ignore[arg-type]
+                model_path="",
+                device="cpu",
+                config=StageConfig(devices=("cpu",), max_batch=max_batch, options={"block_size": 4, **options}),
+                edges={OUT: EdgeConfig(credits=8)},
+                progress=lambda fraction, what: self.progress.append(fraction),
+            )
+        )
+        self.ids: dict[int, list[int]] = {}
+        self.ended: dict[int, Finished | StageError] = {}
+
+    def add(self, number: int, ids: list[int], sampling: SamplingParams) -> None:
+        request = StageRequest(
+            id=number,
+            options=RequestOptions(seed=number),
+            sampling=sampling,
+            inputs=("client->llm",),
+            outputs=(OUT,),
+            deadline=1e9,
+        )
+        self.stage.open(request)
+        self.ids[number] = []
+        self.stage.feed(number, Chunk("client->llm", PromptIds(tuple(ids)), {}, True))
+
+    def step(self) -> None:
+        for emission in self.stage.step():
+            match emission:
+                case Output(payload=TextDelta() as delta):
+                    self.ids[emission.request_id] += delta.token_ids
+                case Finished() | StageError():
+                    self.ended[emission.request_id] = emission
+
+    def run(self) -> None:
+        while self.stage.has_work():
+            self.step()
+        assert self.stage.stats().running == self.stage.stats().kv_blocks_used == 0
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(6, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+KINDS = (
+    SamplingParams(max_tokens=18),
+    SamplingParams(max_tokens=25, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=1.1, top_k=20, top_p=0.9, repetition_penalty=1.2),
+    SamplingParams(max_tokens=15, repetition_penalty=1.5),
+    SamplingParams(max_tokens=15, min_tokens=9),
+)
+
+
+def traffic(bus: Driver, seed: int, kinds=KINDS) -> set[int]:
+    """Rows that come and go at different times; returns those that were cancelled."""
+    rng = random.Random(seed)
+    todo, cancelled = list(range(20)), set()
+    while todo or bus.stage.has_work():
+        if todo and rng.random() < 0.6:
+            number = todo.pop(0)
+            bus.add(number, prompt(number, 2 + number * 7 % 23), kinds[number % len(kinds)])
+        if rng.random() < 0.05 and bus.ids:
+            number = rng.choice(list(bus.ids))
+            if number not in bus.ended:
+                cancelled.add(number)
+                bus.stage.cancel(number)
+        bus.step()
+    return cancelled
+
+
+@pytest.mark.parametrize("piece", [5, 512])
+def test_steps_of_fixed_size_give_the_same_tokens(model, piece):
+    stepped = Driver(model, GraphedLM, graphs="plain", max_prefill_tokens=piece)
+    free = Driver(model, CausalLMProgram, max_prefill_tokens=piece)
+    for bus in (stepped, free):
+        for number in range(20):
+            bus.add(number, prompt(number, 2 + number * 7 % 23), KINDS[number % len(KINDS)])
+        bus.run()
+    assert stepped.ids == free.ids and len({len(ids) for ids in free.ids.values()}) > 2
+    assert {type(end) for end in stepped.ended.values()} == {Finished}
+    assert set(stepped.program.steps) <= {1, 2, 4, 8} and 8 in stepped.program.steps
+    assert stepped.progress == sorted(stepped.progress) and stepped.progress[-1] == 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrivals_and_cancels_change_no_row(model, seed):
+    stepped = Driver(model, GraphedLM, graphs="plain", max_batch=5, kv_blocks=64, max_length=80)
+    cancelled = traffic(stepped, seed)
+    free = Driver(model, CausalLMProgram)
+    for number in range(20):
+        free.add(number, prompt(number, 2 + number * 7 % 23), KINDS[number % len(KINDS)])
+    free.run()
+    for number in set(range(20)) - cancelled:
+        assert stepped.ids[number] == free.ids[number]
+    assert {slot for _, slot in stepped.program.resets} == {1, 2, 3, 4, 5}
+    assert len(stepped.program.resets) >= 20 - len(cancelled)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_kept_under_a_slot_belongs_to_its_row_alone(model, seed):
+    kinds = (*KINDS[:3], SamplingParams(max_tokens=15, temperature=0.5, top_k=7, min_tokens=15))
+    together = Driver(model, SlotLM, graphs="plain", max_batch=6)
+    cancelled = traffic(together, seed, kinds)
+    assert not any(isinstance(end, StageError) for end in together.ended.values())
+    for number in set(range(20)) - cancelled:
+        alone = Driver(model, SlotLM, graphs="plain", max_batch=1)
+        alone.add(number, prompt(number, 2 + number * 7 % 23), kinds[number % len(kinds)])
+        alone.run()
+        assert together.ids[number] == alone.ids[number]
+        assert len(alone.ids[number]) == 15 or number % 4 != 3, "min_tokens keeps the end token away"
+
+
+def test_a_prompts_last_position_as_an_embedding_is_a_row_of_a_step(model):
+    bus = Driver(model, SlotLM, graphs="plain")
+    bus.add(0, prompt(0, 9), SamplingParams(max_tokens=4, ignore_eos=True))
+    before = len(bus.program.steps)
+    for _ in range(5):
+        bus.step()
+    assert 0 in bus.ended and len(bus.ids[0]) == 4
+    assert bus.program.steps[before:] == [1, 1, 1, 1], "four tokens by decode steps: none by a tail"
+
+
+def test_a_step_does_not_wait_for_a_long_prompt(model):
+    bus = Driver(model, GraphedLM, graphs="plain", max_prefill_tokens=8)
+    bus.add(0, prompt(0, 4), SamplingParams(max_tokens=60, ignore_eos=True))
+    bus.step()
+    bus.add(1, prompt(1, 80), SamplingParams(max_tokens=2, ignore_eos=True))
+    sizes = []
+    while 1 not in bus.ended:
+        before = len(bus.ids[0])
+        bus.step()
+        sizes.append(len(bus.ids[0]) - before)
+    assert sizes[:20] == [1, 0] * 10, "decode and prefill take turns"
+
+
+@pytest.mark.parametrize("how", ["nan", "program", "row"])
+def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
+    class Faulty(GraphedLM):
+        def graph_embed(self, step):
+            embeds = super().graph_embed(step)
+            return torch.where((step.seeds == 9)[:, None] & (how == "nan"), torch.nan, embeds)
+
+        def graph_sampled(self, rows, output):
+            if how == "program" and any(row.request.id == 9 and len(row.output_ids) > 3 for row in rows):
+                raise RuntimeError("secret detail")
+            super().graph_sampled(rows, output)
+
+        def _sampled(self, row, token):
+            super()._sampled(row, token)
+            if how == "row" and row.request.id == 9 and len(row.output_ids) > 3:
+                raise RuntimeError("secret detail")
+
+    def run(broken: bool) -> Driver:
+        bus = Driver(model, Faulty, graphs="plain")
+        for number in range(4):
+            bus.add(number, prompt(number, 8), SamplingParams(max_tokens=12, temperature=0.8 * number, ignore_eos=True))
+        if broken:
+            bus.add(9, prompt(9, 5), SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True))
+        bus.run()
+        return bus
+
+    good, bad = run(False), run(True)
+    assert all(good.ids[number] == bad.ids[number] and len(good.ids[number]) == 12 for number in range(4))
+    error = bad.ended[9]
+    assert isinstance(error, StageError) and "secret" not in error.error.message and "request 9" in caplog.text
+    assert sum(isinstance(end, StageError) for end in bad.ended.values()) == 1
+
+
+def test_bucket_sizes_are_bounded_by_the_batch():
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(5) == (1, 2, 4, 5)
+    assert bucket_sizes(64) == bucket_sizes(200) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+
+
+def test_on_the_cpu_rows_are_computed_freely_unless_told_otherwise_and_the_kernel_needs_a_gpu(model):
+    bus = Driver(model, GraphedLM)
+    assert bus.stage._engine is not None and bus.stage._engine.graphs is None
+    with pytest.raises(ConfigError, match="GPU"):
+        Driver(model, GraphedLM, attention="triton")
