@@ -69,8 +69,11 @@ class Code2WavStage:
             self._config.frame_samples / SAMPLE_RATE,
         )
         self._device = torch.device(ctx.device)
-        self._slots = ctx.config.max_batch
         dtype: torch.dtype = getattr(torch, ctx.config.dtype)
+        self._slots = ctx.config.max_batch
+        if ctx.state_bytes is not None:
+            one = code2wav_config.slot_values(self._config) * dtype.itemsize
+            self._slots = max(1, min(self._slots, ctx.state_bytes // one))
         self._model = Code2Wav.load(checkpoint, self._config, slots=self._slots, dtype=dtype, device=self._device)
         self._free = collections.deque(range(self._slots))
         ctx.progress(0.8, "warming up Code2Wav")

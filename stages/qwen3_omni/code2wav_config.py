@@ -91,3 +91,15 @@ def expected_shapes(config: Code2WavConfig) -> dict[str, tuple[int, ...]]:
         },
         f"code2wav.decoder.{blocks + 2}.conv.weight": (1, width >> blocks, 7),
     }
+
+
+def slot_values(config: Code2WavConfig) -> int:
+    """Numbers that one stream's state holds: kept keys and values, and each convolution's last inputs."""
+    keys = 2 * config.num_layers * config.num_kv_heads * (config.sliding_window - 1) * config.head_dim
+    values = keys + 6 * config.hidden_size * (len(config.upsampling_ratios) + 1)  # kernels of 7, undilated
+    width = config.decoder_dim
+    for _ in config.upsample_rates:
+        values += width  # the newest step of a transposed convolution
+        width //= 2
+        values += 6 * (1 + 3 + 9) * width  # three residual units
+    return values + 6 * width

@@ -39,7 +39,9 @@ def stage_needs(deployment: Deployment) -> dict[str, StageNeed]:
     talker_dtype, rows = DTYPE_BYTES[stages["talker"].dtype], config.thinker.text.vocab_size
     talker = _decoder(stages["talker"], config.talker.text, weights["talker"] + rows * config.talker.text.hidden_size)
     return {
-        "thinker": msgspec.structs.replace(thinker, workspace=thinker.workspace + ENCODER_WORKSPACE),
+        "thinker": msgspec.structs.replace(
+            thinker, workspace=thinker.workspace + (ENCODER_WORKSPACE if on_card(stages["thinker"]) else 0)
+        ),
         "talker": msgspec.structs.replace(
             talker, workspace=max(talker.workspace, rows * config.thinker.text.hidden_size * talker_dtype)
         ),
@@ -56,16 +58,8 @@ def parameters(fields: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-def slot_values(config: Code2WavConfig) -> int:
-    """Numbers that one stream's state holds: kept keys and values, and each convolution's last inputs."""
-    keys = 2 * config.num_layers * config.num_kv_heads * (config.sliding_window - 1) * config.head_dim
-    values = keys + 6 * config.hidden_size * (len(config.upsampling_ratios) + 1)  # kernels of 7, undilated
-    width = config.decoder_dim
-    for _ in config.upsample_rates:
-        values += width  # the newest step of a transposed convolution
-        width //= 2
-        values += 6 * (1 + 3 + 9) * width  # three residual units
-    return values + 6 * width
+def on_card(stage: StageConfig) -> bool:
+    return any(device != "cpu" for device in stage.devices)
 
 
 def _decoder(stage: StageConfig, stack: StackConfig, weights: int) -> StageNeed:
@@ -78,10 +72,11 @@ def _decoder(stage: StageConfig, stack: StackConfig, weights: int) -> StageNeed:
         state = options.kv_blocks * options.block_size * position
     elif options.kv_memory_mb is not None:
         state = options.kv_memory_mb << 20
+    graphs = DECODER_WORKSPACE if on_card(stage) else 0
     tokens = options.max_prefill_tokens + stage.max_batch
     return StageNeed(
         weights=weights * size,
-        workspace=DECODER_WORKSPACE
+        workspace=graphs
         + LAYER_TENSORS * tokens * stack.hidden_size * size
         + LOGITS_TENSORS * stage.max_batch * stack.vocab_size * 4,
         unit="positions",
@@ -107,9 +102,9 @@ def _code2wav(deployment: Deployment, config: Code2WavConfig, weights: int) -> S
     )
     return StageNeed(
         weights=weights * size,
-        workspace=CODE2WAV_WORKSPACE + WAVE_TENSORS * widest * size,
+        workspace=(CODE2WAV_WORKSPACE if on_card(stage) else 0) + WAVE_TENSORS * widest * size,
         unit="slots",
-        unit_bytes=slot_values(config) * size,
+        unit_bytes=code2wav_config.slot_values(config) * size,
         units=stage.max_batch,
         least=stage.max_batch if options.memory == "auto" else 1,
         memory=options.memory,
