@@ -25,7 +25,7 @@ def sample(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> torch.Tensor:
-    """One token a row: float32 scores [rows, vocab] → int64 [rows]. No host synchronisation.
+    """One token a row: scores [rows, vocab] of any floating dtype → int64 [rows]. No host synchronisation.
 
     seeds and draws int64 [rows] name the noise; temperature float32 (0: the first highest score, nothing else is read), top_k int64
     (0 = off), top_p float32 (1 = off), each [rows]. Scores equal to the last one that stays in stay in with it.
@@ -47,7 +47,7 @@ def sample_plain(
     top_p: torch.Tensor,
 ) -> torch.Tensor:
     """`sample` in torch operators."""
-    vocab = scores.shape[1]
+    scores, vocab = scores.float(), scores.shape[1]
     greedy = temperature == 0
     scaled = scores / torch.where(greedy, 1.0, temperature)[:, None]
     ordered = scaled.sort(dim=-1, descending=True).values

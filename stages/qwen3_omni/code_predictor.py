@@ -6,13 +6,15 @@ Nothing is kept from frame to frame.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from omni_bus.sampling import SamplingParams
 from omni_bus.stages.ar.attention import ContiguousAttention
+from omni_bus.stages.ar.device_sampler import sample
+from omni_bus.stages.ar.program import StepTensors
 from omni_bus.stages.ar.sampler import sample_rows
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.config import TalkerConfig
@@ -38,6 +40,7 @@ class CodePredictor:
             for group in range(self.groups - 1)
         ]
         self.cache = ContiguousAttention(self.decoder.config, rows=max_rows, capacity=self.groups, dtype=dtype, device=device)
+        self._numbers = torch.arange(self.groups, device=device)[:, None]
 
     def predict(
         self,
@@ -53,12 +56,41 @@ class CodePredictor:
         Returns codes int64 [rows, groups] and the sum of their embeddings [rows, hidden].
         """
         params = [GREEDY if generator is None else SAMPLED for generator in generators]
+        return self._predict(hidden, codes, embedded, lambda group, scores: sample_rows(scores.float(), params, generators))
+
+    def predict_on_device(
+        self, hidden: torch.Tensor, codes: torch.Tensor, embedded: torch.Tensor, step: StepTensors, draws: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `predict`, in a form that a CUDA graph can hold: rows with a temperature are sampled, code g with the draw of number
+        `draws[g]`."""
+        temperature = (step.temperature > 0).to(torch.float32)
+        top_k = torch.full_like(step.top_k, SAMPLED.top_k or 0)
+        top_p = torch.full_like(step.top_p, SAMPLED.top_p or 1.0)
+        return self._predict(
+            hidden,
+            codes,
+            embedded,
+            lambda group, scores: sample(scores, step.seeds, draws[group], temperature, top_k, top_p),
+        )
+
+    def draws(self, step: StepTensors) -> torch.Tensor:
+        """int64 [groups, rows]: the number of each code's draw, another one for every code of a request."""
+        return step.draws * self.groups + self._numbers
+
+    def _predict(
+        self,
+        hidden: torch.Tensor,
+        codes: torch.Tensor,
+        embedded: torch.Tensor,
+        choose: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """choose: (number of the code, scores [rows, vocab]) → int64 [rows]."""
         self.cache.reset(len(codes))
         inputs = torch.stack((hidden, embedded), dim=1)
         frame, vectors = [codes], [embedded]
-        for table, head in zip(self.embeddings, self.heads, strict=True):
+        for group, (table, head) in enumerate(zip(self.embeddings, self.heads, strict=True), start=1):
             state = self.decoder.forward_rows(inputs, self.cache)[:, -1]
-            code = sample_rows(F.linear(state, head).float(), params, generators)
+            code = choose(group, F.linear(state, head))
             frame.append(code)
             vectors.append(F.embedding(code, table))
             inputs = vectors[-1][:, None]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from omni_bus.errors import InvalidRequest, ModelRefused
 from omni_bus.names import did_you_mean
 from omni_bus.stages.ar.decoder import Decoder
-from omni_bus.stages.ar.program import Inputs, Row, isolated
+from omni_bus.stages.ar.device_sampler import sample
+from omni_bus.stages.ar.program import Inputs, Row, StepTensors, isolated
 from omni_bus.stages.contract import Chunk, StageContext
 from omni_bus.stages.qwen3_omni.code_predictor import CodePredictor
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
@@ -39,7 +40,17 @@ class TalkerState:
     text: list[int] = dataclasses.field(default_factory=list)  # the Thinker's tokens so far
     text_ended: bool = False
     frames: int = 0
-    codec_sum: torch.Tensor | None = None  # [hidden]: the newest frame's embedding, waiting for its text
+    unspoken: bool = False  # whether the newest frame waits for its text
+    codec_sum: torch.Tensor | None = None  # [hidden]: that frame's embedding, where the device does not keep it by slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlotState:
+    """What the device keeps of every slot."""
+
+    seen: torch.Tensor  # bool [slots, vocab]: codes 0 made so far, for the repetition penalty
+    frame_sum: torch.Tensor  # [slots, hidden]: the newest frame's embedding
+    true: torch.Tensor  # bool []
 
 
 class TalkerProgram:
@@ -48,6 +59,7 @@ class TalkerProgram:
     suppressed_ids: torch.Tensor | None
     capture_layer: int | None = None
     max_length: int
+    slots: SlotState | None = None  # None = frames are made row by row, by `sampled`
 
     def load(self, ctx: StageContext) -> None:
         """Reads the tensors under `talker.` and the Thinker's embedding table."""
@@ -123,23 +135,27 @@ class TalkerProgram:
 
     def _next_input(self, row: Row, state: TalkerState) -> None:
         """The newest frame's embedding plus the text of its step, once that is known."""
-        if state.codec_sum is None:
+        if not state.unspoken:
             return
         spoken = state.frames  # step g = frames - 1 speaks text token g + 1
         last = len(state.text) - 1 if state.text_ended else None
         if last is not None and spoken > last:
-            text = self.prompts.tts_pad
+            text = self.config.ids.tts_pad
         elif spoken == last:
-            text = self.prompts.tts_eos
+            text = self.config.ids.tts_eos
         elif spoken < len(state.text):
-            text = self.prompts.text([state.text[spoken]])[0]
+            text = state.text[spoken]
         else:
             return
-        row.append_text(embeds=(state.codec_sum + text)[None])
-        state.codec_sum = None
+        state.unspoken = False
+        if state.codec_sum is None:
+            row.append_text(token_ids=[text])
+        else:
+            row.append_text(embeds=(state.codec_sum + self.prompts.text_table[text])[None])
+            state.codec_sum = None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.prompts.codec(token_ids)
+        raise AssertionError("what a token id adds to depends on the row's slot: graph_embed knows it")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.codec_head).float()
@@ -159,9 +175,7 @@ class TalkerProgram:
         for row in rows:
             if row.finish_reason is not None:
                 with isolated(row):
-                    state = self._state(row)
-                    row.emit(CODE2WAV, CodecFrames(0), last=True)
-                    row.finish({"prompt_rows": state.prompt_rows, "frames": state.frames})
+                    self._finish(row)
 
     def _frames(self, rows: Sequence[Row], tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """The rest of each row's frame; sent on, and fed back together with the next text."""
@@ -170,11 +184,69 @@ class TalkerProgram:
         frames = codes.to("cpu", torch.int16)
         for index, row in enumerate(rows):
             with isolated(row):
-                state = self._state(row)
-                row.emit(CODE2WAV, CodecFrames(1), {"codes": frames[index : index + 1].clone()})
-                state.frames += 1
-                state.codec_sum = sums[index]
-                self._next_input(row, state)
+                self._state(row).codec_sum = sums[index]
+                self._send(row, frames[index : index + 1].clone())
+
+    def _send(self, row: Row, codes: torch.Tensor) -> None:
+        """A frame is made: codes int16 [1, groups]."""
+        state = self._state(row)
+        row.emit(CODE2WAV, CodecFrames(1), {"codes": codes})
+        state.frames += 1
+        state.unspoken = True
+        self._next_input(row, state)
+
+    def _finish(self, row: Row) -> None:
+        state = self._state(row)
+        row.emit(CODE2WAV, CodecFrames(0), last=True)
+        row.finish({"prompt_rows": state.prompt_rows, "frames": state.frames})
+
+    def graph_prepare(self, max_batch: int) -> None:
+        vocab, hidden = self.codec_head.shape
+        self.slots = SlotState(
+            seen=torch.zeros(max_batch + 1, vocab, dtype=torch.bool, device=self.device),
+            frame_sum=torch.zeros(max_batch + 1, hidden, dtype=self.codec_head.dtype, device=self.device),
+            true=torch.tensor(True, device=self.device),
+        )
+        ending = torch.zeros(vocab, dtype=torch.bool)
+        ending[list(self.eos_ids)] = True
+        suppressed = torch.zeros(vocab, dtype=torch.bool)
+        suppressed[list(self.config.talker.suppressed_ids)] = True
+        self._ending, self._suppressed = ending.to(self.device), suppressed.to(self.device)
+
+    def graph_reset(self, row: Row) -> None:
+        self._slots.seen[row.slot].zero_()
+
+    def graph_embed(self, step: StepTensors) -> torch.Tensor:
+        """The newest frame of each slot, and the text that step.tokens names."""
+        return self._slots.frame_sum.index_select(0, step.slots) + F.embedding(step.tokens, self.prompts.text_table)
+
+    def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The frame of each row, int64 [rows, groups]. Every row is sampled here."""
+        slots = self._slots
+        scores = self.logits(hidden)
+        punished = torch.where(scores < 0, scores * step.penalty[:, None], scores / step.penalty[:, None])
+        scores = torch.where(slots.seen.index_select(0, step.slots), punished, scores)
+        scores = scores.masked_fill(self._suppressed | (self._ending & step.no_eos[:, None]), -torch.inf)
+        draws = self.code_predictor.draws(step)
+        code0 = sample(scores, step.seeds, draws[0], step.temperature, step.top_k, step.top_p)
+        slots.seen.index_put_((step.slots, code0), slots.true)
+        frame, sums = self.code_predictor.predict_on_device(hidden, code0, self.prompts.codec(code0), step, draws)
+        slots.frame_sum.index_copy_(0, step.slots, sums)
+        return frame, None
+
+    def graph_sampled(self, rows: Sequence[Row], output: torch.Tensor) -> None:
+        codes = output.to(torch.int16)
+        for index, row in enumerate(rows):
+            with isolated(row):
+                if row.finish_reason is None:
+                    self._send(row, codes[index : index + 1].clone())
+                else:
+                    self._finish(row)
+
+    @property
+    def _slots(self) -> SlotState:
+        assert self.slots is not None, "graph_prepare comes first"
+        return self.slots
 
     def release(self, row: Row) -> None:
         row.data = None

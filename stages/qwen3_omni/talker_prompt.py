@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from omni_bus.stages.ar.transfer import ids_to_device, to_device
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.config import OmniConfig
 from omni_bus.stages.qwen3_omni.payloads import TalkerPrompt
@@ -54,13 +55,19 @@ class TalkerPrompts:
         project_text = Projection(checkpoint, "talker.text_projection.", dtype=dtype, device=device)
         table = load_tensor(checkpoint, "thinker.model.embed_tokens.weight", dtype=dtype, device=device)
         self.text_table = torch.cat([project_text(rows) for rows in torch.split(table, TABLE_STEP)])
-        ids = config.ids
-        self.tts_eos, self.tts_pad = self.text([ids.tts_eos])[0], self.text([ids.tts_pad])[0]
-        self._opening_text = self.text([ids.im_start, ids.assistant, line_end, *[ids.tts_pad] * 4, ids.tts_bos])
+        ids, talker = config.ids, config.talker
+        opening = self.text([ids.im_start, ids.assistant, line_end, *[ids.tts_pad] * 4, ids.tts_bos])
+        self._openings: dict[int, torch.Tensor] = {}  # by speaker [8, hidden]
+        for speaker in set(talker.speaker_ids.values()):
+            specials = (talker.codec_nothink, talker.codec_think_bos, talker.codec_think_eos, speaker, talker.codec_pad)
+            rows = opening.clone()
+            rows[3:] += self.codec(ids_to_device(specials, device))
+            self._openings[speaker] = rows
+        self._codec_bos = codec_embedding[talker.codec_bos]
 
     def text(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[n, hidden] of text tokens."""
-        return F.embedding(torch.tensor(token_ids, device=self.device), self.text_table)
+        return F.embedding(ids_to_device(token_ids, self.device), self.text_table)
 
     def codec(self, codes: torch.Tensor) -> torch.Tensor:
         """int64 [n] → [n, hidden] of codes of codebook 0 and the codec's special ids."""
@@ -78,17 +85,13 @@ class TalkerPrompts:
 
     def before_speech(self, prompt: TalkerPrompt, placeholder_rows: torch.Tensor | None, speaker: int) -> torch.Tensor:
         """All rows but the last [user tokens + 8, hidden]: what can be computed before the first spoken token is known."""
-        talker = self.config.talker
-        ids = torch.tensor(prompt.token_ids, dtype=torch.int64, device=self.device)
-        user = F.embedding(ids, self.text_table)
+        user = self.text(prompt.token_ids)
         if placeholder_rows is not None:
-            places = torch.tensor([token in talker.media.placeholders for token in prompt.token_ids], device=self.device)
-            user[places] = self.project_media(placeholder_rows.to(self.device, user.dtype))
-        opening = self._opening_text.clone()
-        specials = (talker.codec_nothink, talker.codec_think_bos, talker.codec_think_eos, speaker, talker.codec_pad)
-        opening[3:] += self.codec(torch.tensor(specials, device=self.device))
-        return torch.cat((user, opening))
+            wanted = self.config.talker.media.placeholders
+            places = ids_to_device([at for at, token in enumerate(prompt.token_ids) if token in wanted], self.device)
+            user[places] = self.project_media(to_device(placeholder_rows, self.device, user.dtype))
+        return torch.cat((user, self._openings[speaker]))
 
     def first_speech(self, token: int) -> torch.Tensor:
         """The last row [1, hidden]: the first spoken token on the codec's begin mark."""
-        return self.text([token]) + self.codec(torch.tensor([self.config.talker.codec_bos], device=self.device))
+        return (self.text_table[token] + self._codec_bos)[None]

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from omni_bus.errors import InvalidRequest
 from omni_bus.payloads import TextDelta
 from omni_bus.stages.ar.decoder import Decoder
-from omni_bus.stages.ar.program import Inputs, Row, isolated
+from omni_bus.stages.ar.program import Inputs, Row, StepTensors, isolated
 from omni_bus.stages.ar.text import Release, TextStream
+from omni_bus.stages.ar.transfer import ids_to_device
 from omni_bus.stages.contract import Chunk, StageContext
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
 from omni_bus.stages.qwen3_omni.payloads import ModelInputs, ThinkerTokens
@@ -91,11 +92,11 @@ class ThinkerProgram:
 
     def _embed_media(self, prompt: ModelInputs, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[n, hidden] with the encoders' outputs in the placeholders' places, and [taps, n, hidden] for pictures and videos."""
-        ids = torch.tensor(prompt.token_ids, device=self.device)
-        embeds = self.embed(ids)
+        embeds = self.embed(ids_to_device(prompt.token_ids, self.device))
         media, sizes = self.config.thinker.media, prompt.media
         if sizes.audio_lengths:
-            embeds[ids == media.audio] = self.encoders.audio(chunk.tensors["input_features"], sizes.audio_lengths)
+            places = self._places(prompt, media.audio)
+            embeds[places] = self.encoders.audio(chunk.tensors["input_features"], sizes.audio_lengths)
         deepstack: torch.Tensor | None = None
         for token, grids, name in (
             (media.image, sizes.image_grids, "pixel_values"),
@@ -103,11 +104,16 @@ class ThinkerProgram:
         ):
             if grids:
                 visual, taps = self.encoders.vision(chunk.tensors[name], grids)
-                embeds[ids == token] = visual
+                places = self._places(prompt, token)
+                embeds[places] = visual
                 if deepstack is None:
                     deepstack = embeds.new_zeros(len(taps), *embeds.shape)
-                deepstack[:, ids == token] = taps
+                deepstack[:, places] = taps
         return embeds, deepstack
+
+    def _places(self, prompt: ModelInputs, token: int) -> torch.Tensor:
+        """int64: where in the prompt that token stands."""
+        return ids_to_device([at for at, one in enumerate(prompt.token_ids) if one == token], self.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.embed_tokens)
@@ -120,9 +126,12 @@ class ThinkerProgram:
         end = start + len(captured)
         wanted = [position - start for position in state.placeholders if start <= position < end]
         if wanted:
-            state.captured.append(captured[torch.tensor(wanted, device=captured.device)])
+            state.captured.append(captured[ids_to_device(wanted, captured.device)])
 
     def sampled(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        self._all_sampled(rows, tokens)
+
+    def _all_sampled(self, rows: Sequence[Row], tokens: Sequence[int]) -> None:
         for row, token in zip(rows, tokens, strict=True):
             with isolated(row):
                 self._sampled(row, token)
@@ -160,6 +169,25 @@ class ThinkerProgram:
         if release.text or last:
             row.emit(CLIENT, TextDelta(release.text, tuple(state.unsent_ids), finish_reason), last=last)
             state.unsent_ids.clear()
+
+    def graph_prepare(self, max_batch: int) -> None:
+        self._eos = torch.tensor(sorted(self.eos_ids), device=self.device)
+
+    def graph_reset(self, row: Row) -> None:
+        """Nothing is kept by slot."""
+
+    def graph_embed(self, step: StepTensors) -> torch.Tensor:
+        return self.embed(step.tokens)
+
+    def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The greedy token, int64 [rows, 1], and the scores, for rows that are not greedy."""
+        scores = self.logits(hidden)
+        ending = scores.index_select(1, self._eos)
+        scores.index_copy_(1, self._eos, ending.masked_fill(step.no_eos[:, None], -torch.inf))
+        return scores.argmax(dim=-1, keepdim=True), scores
+
+    def graph_sampled(self, rows: Sequence[Row], output: torch.Tensor) -> None:
+        self._all_sampled(rows, output[:, 0].tolist())
 
     def release(self, row: Row) -> None:
         row.data = None

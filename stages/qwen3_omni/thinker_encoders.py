@@ -15,6 +15,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder, Qwen3OmniMoeVisionEncoder
 
+from omni_bus.stages.ar.transfer import to_device
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.config import ThinkerConfig
 from omni_bus.stages.qwen3_omni.payloads import Grid
@@ -41,12 +42,12 @@ class ThinkerEncoders:
     def audio(self, features: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Log-mel [128, frames of all audios in a row] → [tokens, hidden], one audio behind the other."""
         out: torch.Tensor = self.audio_tower(
-            features.to(self.device, self.dtype), feature_lens=torch.tensor(lengths, device=self.device)
+            to_device(features, self.device, self.dtype), feature_lens=torch.tensor(lengths, device=self.device)
         ).last_hidden_state
         return out
 
     @torch.inference_mode()
     def vision(self, patches: torch.Tensor, grids: Sequence[Grid]) -> tuple[torch.Tensor, torch.Tensor]:
         """Patches of all pictures or videos in a row → embeddings [tokens, hidden] and deepstack [taps, tokens, hidden]."""
-        out = self.visual(patches.to(self.device, self.dtype), grid_thw=torch.tensor(grids, device=self.device))
+        out = self.visual(to_device(patches, self.device, self.dtype), grid_thw=torch.tensor(grids, device=self.device))
         return out.pooler_output, torch.stack(list(out.deepstack_features))
