@@ -242,7 +242,7 @@ class Engine:
         return (
             not is_greedy(params)
             or params.repetition_penalty not in (None, 1.0)
-            or bool(params.min_tokens and len(row.output_ids) < params.min_tokens)
+            or bool(params.stop_token_ids and params.min_tokens and len(row.output_ids) < params.min_tokens)
             or self.program.suppressed_ids is not None
         )
 

@@ -82,7 +82,7 @@ class StepGraphs:
         self._temperature[slot] = params.temperature or 0.0
         self._top_p[slot] = 1.0 if params.top_p is None else params.top_p
         self._penalty[slot] = params.repetition_penalty or 1.0
-        self._min_tokens[slot] = params.min_tokens or 0
+        self._min_tokens[slot] = 0 if params.ignore_eos else params.min_tokens or 0
         self.attention.admit(slot, row.blocks)
         self.program.graph_reset(row)
 
