@@ -33,6 +33,7 @@ import uvloop
 
 from bench.demo import ROOT, free_port
 from bench.measured_server import MeasuredServer, mps
+from bench.trace import profile
 from omni_bus.bench_load import Load, Measured, closed_loop
 from omni_bus.bench_report import markdown, report, row, summarise
 from omni_bus.commands.bench import own, read_baseline
@@ -55,6 +56,8 @@ class Result:
     passes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     log: str = ""
+    trace: list[str] = dataclasses.field(default_factory=list)  # lines of the note
+    timeline: dict[str, Any] | None = None
 
     def problem(self, text: str) -> None:
         print(f"bench.h200: {text}", file=sys.stderr, flush=True)
@@ -81,6 +84,8 @@ def deployment_sets(arguments: argparse.Namespace, model: pathlib.Path) -> list[
         if arguments.placement == "one":
             sets.append(f'stages.{stage}.process="gpu"')
     sets += [f"stages.{stage}.max_batch={arguments.max_batch}" for stage in ON_DEVICE]
+    if arguments.trace:
+        sets += [f"bus.trace={arguments.trace_directory}", "bus.heartbeat_s=0.5"]
     return [*sets, *arguments.sets]
 
 
@@ -128,7 +133,7 @@ def load_of(arguments: argparse.Namespace, url: str, model: str) -> Load:
     )
 
 
-async def measure(arguments: argparse.Namespace, url: str, end: float, result: Result, write: Any) -> None:
+async def measure(arguments: argparse.Namespace, url: str, end: float, result: Result) -> None:
     """All passes, until `end` (time.monotonic). What fails is noted, and the next one tried."""
     load = load_of(arguments, url, await first_model(url))
     for concurrency in arguments.concurrency:
@@ -155,10 +160,24 @@ async def measure(arguments: argparse.Namespace, url: str, end: float, result: R
                 said = {**summary, "warm": warm, "pass": number + 1, "stages": per_step(before, await steps(url))}
                 result.passes.append({**said, "worst": worst(measured)})
                 print("\n".join([f"-- {name}", *report(summary), *steps_told(said["stages"])]), flush=True)
-                write()
+                write_all(arguments, result)
             if summary["errors"] and not await answers(url):
                 result.problem("the server does not answer any more")
                 return
+        if concurrency == 1 and arguments.trace:
+            await traced(arguments, load, end, result)
+
+
+async def traced(arguments: argparse.Namespace, load: Load, end: float, result: Result) -> None:
+    """Where the time of one first packet went."""
+    try:
+        async with asyncio.timeout(end - time.monotonic()):
+            result.trace, result.timeline = await profile(load, arguments.trace_directory, 5, "code2wav->client")
+    except (OmniBusError, ValueError, OSError, TimeoutError) as error:
+        result.problem(f"the trace: {type(error).__name__}: {error}")
+    else:
+        print("\n".join(result.trace), flush=True)
+        write_all(arguments, result)
 
 
 def worst(measured: Sequence[Measured]) -> dict[str, Any] | None:
@@ -230,6 +249,8 @@ def note(arguments: argparse.Namespace, result: Result) -> str:
             f"- {one['concurrency']} streams, first chunk of each edge (p50, ms since the broker had the request): {split}"
         )
         lines += [f"  - {text.strip()}" for text in steps_told(one["stages"])]
+    if result.trace:
+        lines += ["", "## One time to first packet at one stream", "", *result.trace]
     lines += ["", *(f"- problem: {text}" for text in result.problems)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -240,6 +261,8 @@ def write_all(arguments: argparse.Namespace, result: Result) -> None:
     path.with_name(f"{path.name}.json").write_text(json.dumps(saved, indent=1) + "\n")
     path.with_name(f"{path.name}.md").write_text(note(arguments, result))
     path.with_name(f"{path.name}.log").write_text(result.log)
+    if result.timeline is not None:
+        path.with_name(f"{path.name}-trace.json").write_text(json.dumps(result.timeline) + "\n")
 
 
 async def metrics(url: str) -> str:
@@ -251,11 +274,11 @@ async def metrics(url: str) -> str:
 
 
 def run(arguments: argparse.Namespace, end: float, scratch: pathlib.Path, result: Result) -> None:
-    write = lambda: write_all(arguments, result)  # noqa: E731
     model = arguments.model or scratch / "checkpoint"
     if arguments.model is None:
         write_fixture(arguments.size, arguments.weights, model)
-    with mps(scratch) if arguments.placement == "mps" else contextlib.nullcontext({}) as env:
+    with contextlib.ExitStack() as stack:
+        env = stack.enter_context(mps(scratch)) if arguments.placement == "mps" else {}
         sets = deployment_sets(arguments, model)
         print("starting: " + " ".join(sets), flush=True)
         server = MeasuredServer(arguments.config or CONFIGS[arguments.size], free_port(0), sets, scratch, env)
@@ -268,7 +291,7 @@ def run(arguments: argparse.Namespace, end: float, scratch: pathlib.Path, result
                 return
             result.about["ready_s"] = round(ready, 1)
             print(f"ready after {ready:.1f} s; GPU memory {result.about['gpu_memory_ready']}", flush=True)
-            uvloop.run(measure(arguments, server.address, end, result, write))
+            uvloop.run(measure(arguments, server.address, end, result))
             result.log += uvloop.run(metrics(server.address))
         finally:
             result.about["gpu_memory_end"] = smi("gpu=memory.used,memory.total")
@@ -297,6 +320,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model", type=pathlib.Path, help="an existing checkpoint instead of a fixture")
     parser.add_argument("--config", type=pathlib.Path, help="default: configs/qwen3_omni.toml, or its _tiny")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="as of `omni-bus up`")
+    parser.add_argument("--trace", action="store_true", help="after the passes at one stream: where a first packet's time goes")
     parser.add_argument("--prompt-words", type=int, default=60)
     parser.add_argument("--text-tokens", type=int, default=64)
     parser.add_argument("--frames", type=int, default=128)
@@ -327,6 +351,7 @@ def main() -> int:
     end = time.monotonic() + arguments.budget - CLOSING_S
     # Unix sockets need a short path.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="ob-", dir="/tmp"))
+    arguments.trace_directory = scratch / "trace"
     try:
         run(arguments, end, scratch, result)
     except (OmniBusError, RuntimeError, OSError, TimeoutError, subprocess.TimeoutExpired) as error:

@@ -38,6 +38,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     heartbeat_s: float = 2.0
     lost_after_s: float = 20.0  # without a heartbeat a worker counts as lost
     retries: int = 1  # of a request whose replica was lost before any output left
+    trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
     restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
 
 

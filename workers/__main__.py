@@ -20,10 +20,11 @@ from omni_bus.workers import engine_loop
 from omni_bus.workers.devices import threads_of
 from omni_bus.workers.link import BrokerLink
 from omni_bus.workers.stop_signal import StopSignal
+from omni_bus.workers.trace import Trace, TracedLink
 from omni_bus.workers.worker import Worker
 
 
-def serve(run_dir: RunDir, name: str, stop: StopSignal) -> None:
+def serve(run_dir: RunDir, name: str, incarnation: int, stop: StopSignal) -> None:
     """Load the worker's stages and serve until the broker or a signal ends it. Raises ConfigError for what the user can mend."""
     deployment = run_dir.read()
     pipeline = load_pipeline(deployment.model.pipeline)
@@ -34,7 +35,12 @@ def serve(run_dir: RunDir, name: str, stop: StopSignal) -> None:
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads_of(deployment, workers[name]))
     connectors = Connectors(run_dir.tag)
-    link = BrokerLink(run_dir.broker, name, stop.fd)
+    link: BrokerLink
+    if deployment.bus.trace:
+        trace = Trace(deployment.bus.trace, f"{name}.{incarnation}")
+        link, pipeline = TracedLink(run_dir.broker, name, stop.fd, trace), trace.pipeline(pipeline)
+    else:
+        link = BrokerLink(run_dir.broker, name, stop.fd)
     try:
         worker = Worker(name, deployment, pipeline, connectors, link.send)
         worker.register()
@@ -59,7 +65,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger(__name__).info("worker %s, start %d", arguments.worker, arguments.incarnation)
     try:
-        serve(RunDir(arguments.run_dir), arguments.worker, stop)
+        serve(RunDir(arguments.run_dir), arguments.worker, arguments.incarnation, stop)
     except ConfigError as error:
         print(f"{arguments.worker}: {error.message}", file=sys.stderr)
         return 2

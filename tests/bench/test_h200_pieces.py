@@ -25,6 +25,7 @@ def arguments(**said: object) -> argparse.Namespace:
         "placement": "processes",
         "max_batch": 64,
         "sets": [],
+        "trace": False,
         "size": "full",
         "warmups": 1,
         "prompt_words": 60,
