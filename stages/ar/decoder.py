@@ -157,6 +157,7 @@ class Decoder(nn.Module):
         self.rotary = Rotary(config)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.rms_eps)
+        self._rows_made: dict[tuple[object, ...], tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
         self.kernels: Kernels = "auto"  # which form of ops.py's operators this decoder takes where a GPU is
 
     @classmethod
@@ -195,13 +196,15 @@ class Decoder(nn.Module):
         *,
         deepstack: torch.Tensor | None = None,
         capture_layer: int | None = None,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Packed tokens [N, hidden] at positions int64 [3, N] → (post-norm hidden [N, hidden], captured [N, hidden] or None).
 
         deepstack [taps, N, hidden] is added behind the first `taps` layers. `capture_layer` k gives what transformers calls
         hidden_states[k]: the output of layer k-1 before deepstack is added (k = 0: the input; k = layers: post-norm).
+        `rotary`: what self.rotary gives for the positions, where the caller has it already.
         """
-        rotary = self.rotary(positions, inputs_embeds.dtype)
+        rotary = rotary or self.rotary(positions, inputs_embeds.dtype)
         taps = 0 if deepstack is None else len(deepstack)
         residual = inputs_embeds
         captured = residual if capture_layer == 0 else None
@@ -224,7 +227,17 @@ class Decoder(nn.Module):
         rows, count, width = inputs_embeds.shape
         assert rows == cache.rows
         start = cache.extend(count)
-        positions = torch.arange(start, start + count, device=inputs_embeds.device).repeat(rows).expand(3, -1)
-        hidden, _ = self(inputs_embeds.reshape(rows * count, width), positions, cache)
+        positions, rotary = self._row_rotary(rows, start, count, inputs_embeds)
+        hidden, _ = self(inputs_embeds.reshape(rows * count, width), positions, cache, rotary=rotary)
         out: torch.Tensor = hidden.view(rows, count, width)
         return out
+
+    def _row_rotary(
+        self, rows: int, start: int, count: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Positions and angles of `forward_rows`, made once for each shape: a step of few rows has no kernels to spare."""
+        key = (rows, start, count, like.dtype, like.device)
+        if key not in self._rows_made:
+            positions = torch.arange(start, start + count, device=like.device).repeat(rows).expand(3, -1)
+            self._rows_made[key] = positions, self.rotary(positions, like.dtype)
+        return self._rows_made[key]

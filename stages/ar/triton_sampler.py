@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators, allow-untyped-calls
 """device_sampler.sample in one Triton kernel: one program a row, the row in registers, thresholds by bisection instead of a sort.
 
 Imports triton: only reached on a GPU. A score's bits, mapped to integers of the same order, are bisected for the lowest score that
@@ -25,7 +26,7 @@ def _threshold(key, weight, bound):  # type: ignore[no-untyped-def]  # triton re
     return high.to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+@triton.jit
 def _sample(  # type: ignore[no-untyped-def]
     scores, seeds, draws, temperature, top_k, top_p, out, stride, vocab, BLOCK: tl.constexpr
 ):

@@ -26,6 +26,21 @@ GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.8)
 
 
+class FrameAttention(ContiguousAttention):
+    """The residual codes' cache, with one kernel for cache and attention where a GPU is."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if not query.is_cuda:
+            return super().attend(layer, query, key, value)
+        from omni_bus.stages.ar import triton_contiguous
+
+        start = self.length - len(query) // self.rows
+        attended: torch.Tensor = triton_contiguous.attend(
+            query, key, value, self.keys[layer], self.values[layer], rows=self.rows, start=start
+        )
+        return attended
+
+
 class CodePredictor:
     def __init__(
         self, config: TalkerConfig, checkpoint: Checkpoint, *, max_rows: int, dtype: torch.dtype, device: torch.device
@@ -39,7 +54,7 @@ class CodePredictor:
             load_tensor(checkpoint, f"{PREFIX}lm_head.{group}.weight", dtype=dtype, device=device)
             for group in range(self.groups - 1)
         ]
-        self.cache = ContiguousAttention(self.decoder.config, rows=max_rows, capacity=self.groups, dtype=dtype, device=device)
+        self.cache = FrameAttention(self.decoder.config, rows=max_rows, capacity=self.groups, dtype=dtype, device=device)
         self._numbers = torch.arange(self.groups, device=device)[:, None]
 
     def predict(
