@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pathlib
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, path: str | os.PathLike[str], *, loaded: Loaded | None = None) -> None:
         self._directory = resolve(path)
         self._loaded = loaded
-        self._specs = {spec.name: spec for spec in tensor_specs(self.json("config.json"))}
+        self._specs = {spec.name: spec for spec in sorted(tensor_specs(self.json("config.json")), key=lambda spec: spec.name)}
 
     @property
-    def directory(self) -> Any:
+    def directory(self) -> pathlib.Path:
         return self._directory
 
     def json(self, name: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ class RandomCheckpoint(Checkpoint):
         self, prefix: str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         device, dtype = torch.device(device), dtype or torch.float32
-        specs = [spec for name, spec in sorted(self._specs.items()) if name.startswith(prefix)]
+        specs = [spec for name, spec in self._specs.items() if name.startswith(prefix)]
         if not specs:
             raise CheckpointError(f"{self.directory}: config.json calls for no tensor under {prefix!r}")
         experts = Experts(prefix, [(spec.name, spec.shape, dtype) for spec in specs], device)
