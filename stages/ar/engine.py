@@ -15,8 +15,10 @@ import torch
 
 from omni_bus.errors import StageFailed
 from omni_bus.stages.ar.attention import PagedAttention, Span, upload
+from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.graphs import Drawn, StepGraphs
 from omni_bus.stages.ar.program import Inputs, Program, Row, fail_row, isolated
+from omni_bus.stages.ar.prompt_graphs import PromptGraphs
 from omni_bus.stages.ar.sampler import Sampler, is_greedy, sample_rows
 from omni_bus.stages.ar.scheduler import Piece
 
@@ -48,15 +50,20 @@ class Engine:
         self.sampler = sampler
         self.max_length = max_length
         self.graphs: StepGraphs | None = None
+        self.prompts: PromptGraphs | None = None
         parameter = next(program.decoder.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._step_was_last = False
 
-    def use(self, graphs: StepGraphs, progress: Callable[[float, str], None]) -> None:
-        """Compute steps with `graphs`, which are prepared here."""
+    def use(
+        self, graphs: StepGraphs, prompts: PromptGraphs | None, capture: Capture, progress: Callable[[float, str], None]
+    ) -> None:
+        """Compute steps, and prompts if wanted, with graphs, which are prepared here."""
         with self._on_device():
-            graphs.prepare(progress)
-        self.graphs = graphs
+            if prompts is not None:
+                prompts.prepare(capture, lambda fraction, what: progress(fraction / 2, what))
+            graphs.prepare(capture, lambda fraction, what: progress(0.5 + fraction / 2, what))
+        self.graphs, self.prompts = graphs, prompts
 
     @torch.no_grad()
     def admit(self, row: Row) -> None:
@@ -120,32 +127,39 @@ class Engine:
     def _forward(self, pieces: Sequence[Piece]) -> _Outcome:
         inputs = [_next_inputs(piece) for piece in pieces]
         flat = [one for part in inputs for one in part]
-        self.attention.plan([Span(piece.row.blocks, piece.row.computed, piece.count) for piece in pieces])
         ready, last, end = [], [], 0
         for index, piece in enumerate(pieces):
             end += piece.count
             if _is_ready(piece):
                 ready.append(index)
                 last.append(end - 1)
-        positions = torch.cat([one.positions for one in flat], dim=1)
         token_ids = [token for one in flat for token in one.token_ids or ()]
-        places, tokens, where = upload(
-            (positions.view(-1), torch.tensor(token_ids, dtype=torch.int64), torch.tensor(last, dtype=torch.int64)), self.device
-        )
-        program = self.program
-        hidden, captured = program.decoder(
+        tokens, where = upload((torch.tensor(token_ids, dtype=torch.int64), torch.tensor(last, dtype=torch.int64)), self.device)
+        hidden, captured = self._decode(
             self._embeds(flat, tokens),
-            places.view(3, -1),
-            self.attention,
-            deepstack=self._deepstack(flat),
-            capture_layer=program.capture_layer,
+            torch.cat([one.positions for one in flat], dim=1),
+            [Span(piece.row.blocks, piece.row.computed, piece.count) for piece in pieces],
+            self._deepstack(flat),
         )
         if not ready:
             return _Outcome(ready, captured)
         newest, rows = hidden[where], [pieces[index].row for index in ready]
         if self.graphs is not None:
             return _Outcome(ready, captured, drawn=self.graphs.tail(rows, newest))
-        return _Outcome(ready, captured, newest, self.sampler.process(program.logits(newest), rows))
+        return _Outcome(ready, captured, newest, self.sampler.process(self.program.logits(newest), rows))
+
+    def _decode(
+        self, embeds: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span], deepstack: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States, post-norm and captured, of packed spans: embeds [N, hidden] on the device, positions int64 [3, N] on the CPU."""
+        if self.prompts is not None and deepstack is None and self.prompts.takes(spans):
+            return self.prompts.run(embeds, positions, spans)
+        self.attention.plan(spans)
+        (places,) = upload((positions.reshape(-1),), self.device)
+        states: tuple[torch.Tensor, torch.Tensor | None] = self.program.decoder(
+            embeds, places.view(3, -1), self.attention, deepstack=deepstack, capture_layer=self.program.capture_layer
+        )
+        return states
 
     def _embeds(self, inputs: Sequence[Inputs], token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] of all inputs; the token ids among them, int64 [n], are embedded in one call."""

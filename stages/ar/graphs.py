@@ -8,18 +8,16 @@ one: so on the CPU, where tests hold the equality with the engine's other form.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from omni_bus.stages.ar.attention import DecodeAttention
+from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.program import GraphedProgram, Inputs, Row, StepTensors
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-_WARM_UPS = 2
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # int64 [B, M + 1], the last column: finite; scores [B, vocab]
 
@@ -40,12 +38,11 @@ def bucket_sizes(max_batch: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    def __init__(self, program: GraphedProgram, attention: DecodeAttention, *, max_batch: int, capture: bool) -> None:
+    def __init__(self, program: GraphedProgram, attention: DecodeAttention, *, max_batch: int) -> None:
         self.program = program
         self.attention = attention
         parameter = next(program.decoder.parameters())
         self.device = parameter.device
-        self._captures = capture and self.device.type == "cuda"
         self._done = torch.cuda.Event() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call, unused-ignore]
         self._seeds = np.zeros(max_batch + 1, np.int64)
         self._top_k = np.zeros(max_batch + 1, np.int64)
@@ -58,21 +55,14 @@ class StepGraphs:
         self._buckets = [_Bucket(size, hidden, parameter.dtype, self.device) for size in bucket_sizes(max_batch)]
         self.max_rows = self._buckets[-1].size
 
-    @torch.no_grad()
-    def prepare(self, progress: Callable[[float, str], None]) -> None:
-        """Run every step once or twice, and capture it on a GPU, the largest first: the others fit into its memory."""
-        stream = pool = None
-        if self._captures:
-            gc.collect()
-            gc.freeze()  # what is loaded stays: each capture begins with a collection
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
-            pool = torch.cuda.graph_pool_handle()
+    def prepare(self, capture: Capture, progress: Callable[[float, str], None]) -> None:
+        """Run every step, and capture it on a GPU."""
         for number, bucket in enumerate(reversed(self._buckets)):
             bucket.fill_up(0)
             bucket.device.copy_(bucket.host)
-            bucket.decode = self._prepare(self._forward(bucket), stream, pool)
-            bucket.tail = self._prepare(self._output(bucket), stream, pool)
-            progress((number + 1) / len(self._buckets), f"decode step of {bucket.size} rows")
+            bucket.decode = capture(self._forward(bucket))
+            bucket.tail = capture(self._output(bucket))
+            progress((number + 1) / len(self._buckets), f"decode steps of {bucket.size} rows")
 
     def admit(self, row: Row) -> None:
         """The row has got its slot and its blocks."""
@@ -158,26 +148,6 @@ class StepGraphs:
         output, scores = self.program.graph_output(hidden, step)
         finite = hidden.amax(dim=-1, keepdim=True).isfinite()  # behind a norm infinity is NaN, which is passed on
         return torch.cat((output, finite.to(output.dtype)), dim=1), scores
-
-    def _prepare(self, forward: Callable[[], Result], stream: torch.cuda.Stream | None, pool: Any) -> Callable[[], Result]:
-        if stream is None:
-            forward()
-            return forward
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                forward()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            result = forward()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-
-        def replay() -> Result:
-            graph.replay()
-            return result
-
-        return replay
 
 
 class _Bucket:

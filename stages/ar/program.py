@@ -149,8 +149,8 @@ class Program(Protocol):
         """[rows, hidden], post-norm → float32 [rows, vocab]."""
 
     def computed(self, row: Row, start: int, captured: torch.Tensor) -> None:
-        """Prompt positions start … start+n-1 were computed; captured: [n, hidden] of `capture_layer`. Only called where that is set,
-        and only for positions of the prompt."""
+        """Prompt positions start … start+n-1 were computed; captured: [n, hidden] of `capture_layer`, valid during the call. Only
+        called where that is set, and only for positions of the prompt."""
 
     def sampled(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """One token each was sampled (already in row.output_ids; row.finish_reason says whether it was the last).

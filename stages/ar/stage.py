@@ -10,12 +10,14 @@ import torch
 from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, StageFailed
 from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention
 from omni_bus.stages.ar.blocks import BlockManager
+from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.engine import Engine
 from omni_bus.stages.ar.graphs import StepGraphs
 from omni_bus.stages.ar.kv_budget import block_count
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.ar.program import GraphedProgram, Program, Row
+from omni_bus.stages.ar.prompt_graphs import PromptGraphs
 from omni_bus.stages.ar.sampler import Sampler, is_greedy
 from omni_bus.stages.ar.scheduler import Scheduler
 from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest, StageStats, WokenByEvents
@@ -64,8 +66,15 @@ class ARStage(WokenByEvents):
         if steps is not None:
             max_batch = ctx.config.max_batch
             attention = DecodeAttention(decoder.config, cache, slots=max_batch, max_length=max_length, kernel=kernel)
-            graphs = StepGraphs(steps, attention, max_batch=max_batch, capture=options.graphs == "auto")
-            self._engine.use(graphs, ctx.progress)
+            prompts = PromptGraphs(
+                decoder, cache, capture_layer=steps.capture_layer, max_tokens=min(options.max_prefill_tokens, max_length)
+            )
+            self._engine.use(
+                StepGraphs(steps, attention, max_batch=max_batch),
+                None if options.graphs == "decode" else prompts,
+                Capture(self._device, captures=options.graphs != "plain"),
+                ctx.progress,
+            )
         ctx.progress(1.0, f"{total} KV blocks of {options.block_size} positions")
 
     def open(self, request: StageRequest) -> None:
@@ -162,7 +171,7 @@ class ARStage(WokenByEvents):
                     f'stage {ctx.stage}: attention = "triton" has no kernel for this head size; leave it at "auto"'
                 )
             kernel = False
-        wanted = options.graphs == "plain" or (options.graphs == "auto" and on_gpu)
+        wanted = options.graphs == "plain" or (options.graphs != "off" and on_gpu)
         return (program, kernel) if wanted and isinstance(program, GraphedProgram) else (None, kernel)
 
     def _check(self, row: Row) -> None:

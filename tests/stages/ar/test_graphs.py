@@ -240,9 +240,13 @@ def test_a_step_does_not_wait_for_a_long_prompt(model):
     assert sizes[:20] == [1, 0] * 10, "decode and prefill take turns"
 
 
-@pytest.mark.parametrize("how", ["nan", "program", "row"])
+@pytest.mark.parametrize("how", ["prompt", "nan", "program", "row"])
 def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
     class Faulty(GraphedLM):
+        def embed(self, token_ids):
+            embeds = super().embed(token_ids)
+            return torch.where((token_ids == 2)[:, None] & (how == "prompt"), torch.nan, embeds)
+
         def graph_embed(self, step):
             embeds = super().graph_embed(step)
             return torch.where((step.seeds == 9)[:, None] & (how == "nan"), torch.nan, embeds)
@@ -262,7 +266,7 @@ def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
         for number in range(4):
             bus.add(number, prompt(number, 8), SamplingParams(max_tokens=12, temperature=0.8 * number, ignore_eos=True))
         if broken:
-            bus.add(9, prompt(9, 5), SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True))
+            bus.add(9, [2, *prompt(9, 5)], SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True))
         bus.run()
         return bus
 
@@ -270,7 +274,25 @@ def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
     assert all(good.ids[number] == bad.ids[number] and len(good.ids[number]) == 12 for number in range(4))
     error = bad.ended[9]
     assert isinstance(error, StageError) and "secret" not in error.error.message and "request 9" in caplog.text
-    assert sum(isinstance(end, StageError) for end in bad.ended.values()) == 1
+    assert [number for number, end in bad.ended.items() if isinstance(end, StageError)] == [9]
+
+
+def test_a_prompt_is_computed_in_the_size_that_holds_it_and_the_rest_changes_nothing(model):
+    """Several prompts in one pass, in more and fewer positions than a size has, are those of a pass each."""
+    together = Driver(model, GraphedLM, graphs="plain")
+    prompts = together.stage._engine.prompts
+    assert prompts is not None and sorted(prompts._sizes) == [16, 32, 64, 96, 128, 192, 256]
+    free = Driver(model, CausalLMProgram)
+    for lengths in ((1,), (16,), (17,), (3, 60, 1, 30), (70, 90, 96)):
+        numbers = range(len(together.ids), len(together.ids) + len(lengths))
+        for number, length in zip(numbers, lengths, strict=True):
+            for bus in (together, free):
+                bus.add(number, prompt(number, length), SamplingParams(max_tokens=3, ignore_eos=True))
+        together.step()
+        assert all(len(together.ids[number]) == 1 for number in numbers)
+        together.run()
+        free.run()
+    assert together.ids == free.ids
 
 
 def test_bucket_sizes_are_bounded_by_the_batch():

@@ -1,0 +1,55 @@
+"""From a function without arguments, which reads and writes tensors of fixed address, to one CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_WARM_UPS = 2  # the first compiles kernels and allocates workspaces; the second finds both there
+
+T = TypeVar("T")
+
+
+class Capture:
+    """One for all graphs of a stage: they share their memory, since the stage runs one at a time and its results are used at once.
+
+    Capture the largest first: the others fit into its memory. On the CPU, or with `captures` off, a function is its own replay.
+    """
+
+    def __init__(self, device: torch.device, *, captures: bool) -> None:
+        self.device = device
+        self.captures = captures and device.type == "cuda"
+        self._stream: Any = None
+        self._pool: Any = None
+
+    @torch.no_grad()
+    def __call__(self, forward: Callable[[], T]) -> Callable[[], T]:
+        """`forward`, run and captured → what runs it again, and gives the same tensors each time."""
+        if not self.captures:
+            forward()
+            return forward
+        if self._stream is None:
+            gc.collect()
+            gc.freeze()  # what is loaded stays: each capture begins with a collection
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
+            self._pool = torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UPS):
+                forward()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Stages in other threads of the process go on working meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = forward()
+        current.wait_stream(self._stream)
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
