@@ -22,6 +22,7 @@ import os
 import pathlib
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -352,8 +353,11 @@ def main() -> int:
     # Unix sockets need a short path.
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="ob-", dir="/tmp"))
     arguments.trace_directory = scratch / "trace"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is to be ended then, too
     try:
         run(arguments, end, scratch, result)
+    except KeyboardInterrupt:
+        result.problem("interrupted")
     except (OmniBusError, RuntimeError, OSError, TimeoutError, subprocess.TimeoutExpired) as error:
         result.problem(f"{type(error).__name__}: {error}")
     finally:
