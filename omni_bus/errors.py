@@ -16,7 +16,6 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     message: str
     status: int = 500
     param: str | None = None
-    retryable: bool = False
 
 
 class OmniBusError(Exception):
@@ -24,7 +23,6 @@ class OmniBusError(Exception):
 
     code = "internal_error"
     status = 500
-    retryable = False
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,7 +32,7 @@ class OmniBusError(Exception):
             self.code = code
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(self.code, self.message, self.status, self.param, self.retryable)
+        return ErrorInfo(self.code, self.message, self.status, self.param)
 
 
 class InvalidRequest(OmniBusError):
@@ -98,11 +96,10 @@ class StageFailed(OmniBusError):
 
 
 class ReplicaLost(OmniBusError):
-    """The process that held the request died. Retryable as long as no output has left."""
+    """The process that held the request died, and output of it had left already, or no retry was left."""
 
     code = "replica_lost"
     status = 500
-    retryable = True
 
 
 class SequenceGap(OmniBusError):
@@ -136,19 +133,16 @@ class StaleTensor(OmniBusError):
 class NoReadyReplica(OmniBusError):
     code = "no_ready_replica"
     status = 503
-    retryable = True
 
 
 class Overloaded(OmniBusError):
     code = "overloaded"
     status = 503
-    retryable = True
 
 
 class ShuttingDown(OmniBusError):
     code = "shutting_down"
     status = 503
-    retryable = True
 
 
 class ConfigError(OmniBusError):
@@ -179,5 +173,4 @@ def from_info(info: ErrorInfo) -> OmniBusError:
     by_code = {cls.code: cls for cls in reversed(_subclasses(OmniBusError))}
     error = by_code.get(info.code, OmniBusError)(info.message, param=info.param, code=info.code)
     error.status = info.status
-    error.retryable = info.retryable
     return error
