@@ -21,11 +21,13 @@ class Piece:
 
 
 def computable(row: Row) -> int:
-    """Positions that can be computed now. The last one of an open prompt is kept back: what is sampled from it needs the prompt
-    to be closed."""
+    """Positions that can be computed now. The last one of a prompt is kept back while the prompt is open: what is sampled from it
+    needs the prompt to be closed. Which one is the last is known of a prompt whose length is; else it may be the newest."""
     if row.paused or row.ended:
         return 0
-    return max(0, row.length - row.computed - (0 if row.prompt_closed else 1))
+    is_whole = row.prompt_length is None or row.length >= row.prompt_length
+    kept_back = is_whole and not row.prompt_closed
+    return max(0, row.length - row.computed - kept_back)
 
 
 class Scheduler:

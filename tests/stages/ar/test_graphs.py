@@ -118,7 +118,7 @@ class Driver:
         self.ids: dict[int, list[int]] = {}
         self.ended: dict[int, Finished | StageError] = {}
 
-    def add(self, number: int, ids: list[int], sampling: SamplingParams) -> None:
+    def open(self, number: int, sampling: SamplingParams) -> None:
         request = StageRequest(
             id=number,
             options=RequestOptions(seed=number),
@@ -129,7 +129,13 @@ class Driver:
         )
         self.stage.open(request)
         self.ids[number] = []
-        self.stage.feed(number, Chunk("client->llm", PromptIds(tuple(ids)), {}, True))
+
+    def feed(self, number: int, ids: list[int], last: bool = True) -> None:
+        self.stage.feed(number, Chunk("client->llm", PromptIds(tuple(ids)), {}, last))
+
+    def add(self, number: int, ids: list[int], sampling: SamplingParams) -> None:
+        self.open(number, sampling)
+        self.feed(number, ids)
 
     def step(self) -> None:
         for emission in self.stage.step():
@@ -139,9 +145,12 @@ class Driver:
                 case Finished() | StageError():
                     self.ended[emission.request_id] = emission
 
-    def run(self) -> None:
+    def run_while_work(self) -> None:
         while self.stage.has_work():
             self.step()
+
+    def run(self) -> None:
+        self.run_while_work()
         assert self.stage.stats().running == self.stage.stats().kv_blocks_used == 0
 
 
@@ -306,3 +315,32 @@ def test_on_the_cpu_rows_are_computed_freely_unless_told_otherwise_and_the_kerne
     assert bus.stage._engine is not None and bus.stage._engine.graphs is None
     with pytest.raises(ConfigError, match="GPU"):
         Driver(model, GraphedLM, attention="triton")
+
+
+def test_of_a_prompt_of_known_length_all_is_computed_but_the_last_position(model):
+    """The Talker's way: everything is there but what is spoken first."""
+
+    class Late(SlotLM):
+        def feed(self, row: Row, chunk: Chunk) -> None:
+            ids = list(self.prompt_ids(row, chunk))
+            if chunk.last:
+                row.append_text(embeds=self.embed(torch.tensor(ids)))
+                row.close_prompt()
+            else:
+                row.prompt_length = len(ids) + 1
+                row.append_text(token_ids=ids)
+
+    bus = Driver(model, Late, graphs="plain")
+    bus.open(0, SamplingParams(max_tokens=3, ignore_eos=True))
+    bus.feed(0, prompt(0, 9), last=False)
+    bus.run_while_work()
+    (row,) = bus.stage._rows.values()
+    assert row.computed == row.length == 9 and not row.output_ids
+    bus.feed(0, [7], last=True)
+    before = len(bus.program.steps)
+    bus.run()
+    assert bus.program.steps[before:] == [1, 1, 1], "the last position is a row of a decode step"
+    whole = Driver(model, SlotLM, graphs="plain")
+    whole.add(0, [*prompt(0, 9), 7], SamplingParams(max_tokens=3, ignore_eos=True))
+    whole.run()
+    assert bus.ids == whole.ids
