@@ -134,8 +134,9 @@ def load_of(arguments: argparse.Namespace, url: str, model: str) -> Load:
     )
 
 
-async def measure(arguments: argparse.Namespace, url: str, end: float, result: Result) -> None:
+async def measure(arguments: argparse.Namespace, server: MeasuredServer, end: float, result: Result) -> None:
     """All passes, until `end` (time.monotonic). What fails is noted, and the next one tried."""
+    url = server.address
     load = load_of(arguments, url, await first_model(url))
     for concurrency in arguments.concurrency:
         count = max(3 * concurrency, 6)
@@ -162,9 +163,11 @@ async def measure(arguments: argparse.Namespace, url: str, end: float, result: R
                 result.passes.append({**said, "worst": worst(measured)})
                 print("\n".join([f"-- {name}", *report(summary), *steps_told(said["stages"])]), flush=True)
                 write_all(arguments, result)
-            if summary["errors"] and not await answers(url):
-                result.problem("the server does not answer any more")
-                return
+            if summary["errors"]:
+                print(server.tails(25), flush=True)
+                if not await ready_again(server, min(end, time.monotonic() + arguments.ready_limit)):
+                    result.problem("the server is not ready again")
+                    return
         if concurrency == 1 and arguments.trace:
             await traced(arguments, load, end, result)
 
@@ -187,13 +190,15 @@ def worst(measured: Sequence[Measured]) -> dict[str, Any] | None:
     return own(max(heard, key=lambda one: underrun_s(one.packets))) if heard else None
 
 
-async def answers(url: str) -> bool:
-    try:
-        async with asyncio.timeout(5), request("GET", f"{url}/ready") as response:
-            await response.body()
-            return True
-    except (OmniBusError, TimeoutError):
-        return False
+async def ready_again(server: MeasuredServer, until: float) -> bool:
+    """Whether the server takes requests, or does so again by `until` (time.monotonic): it starts again what has died."""
+    while server.running and time.monotonic() < until:
+        with contextlib.suppress(OmniBusError, TimeoutError):
+            async with asyncio.timeout(5), request("GET", f"{server.address}/ready") as response:
+                await response.body()
+                return True
+        await asyncio.sleep(0.5)
+    return False
 
 
 async def steps(url: str) -> dict[str, tuple[int, float]]:
@@ -292,7 +297,7 @@ def run(arguments: argparse.Namespace, end: float, scratch: pathlib.Path, result
                 return
             result.about["ready_s"] = round(ready, 1)
             print(f"ready after {ready:.1f} s; GPU memory {result.about['gpu_memory_ready']}", flush=True)
-            uvloop.run(measure(arguments, server.address, end, result))
+            uvloop.run(measure(arguments, server, end, result))
             result.log += uvloop.run(metrics(server.address))
         finally:
             result.about["gpu_memory_end"] = smi("gpu=memory.used,memory.total")
@@ -317,7 +322,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
     parser.add_argument("--weights", choices=("random", "file"), help="made in memory, or written (default: random for full)")
     parser.add_argument("--device", default="cuda:0", help="of thinker, talker and code2wav (default: cuda:0)")
-    parser.add_argument("--max-batch", type=int, help="of each of them (default: the highest concurrency)")
+    parser.add_argument(
+        "--max-batch", type=int, help="of each of them (default: the highest concurrency; for full at least 64)"
+    )
     parser.add_argument("--model", type=pathlib.Path, help="an existing checkpoint instead of a fixture")
     parser.add_argument("--config", type=pathlib.Path, help="default: configs/qwen3_omni.toml, or its _tiny")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="as of `omni-bus up`")
@@ -330,7 +337,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--label", help="of the files' names (default: h200 or tiny, and the placement)")
     arguments = parser.parse_args()
     arguments.weights = arguments.weights or ("random" if arguments.size == "full" else "file")
-    arguments.max_batch = arguments.max_batch or max(arguments.concurrency)
+    arguments.max_batch = arguments.max_batch or max(64 if arguments.size == "full" else 1, *arguments.concurrency)
     kind = "h200" if arguments.size == "full" else "tiny"
     arguments.label = arguments.label or (kind if arguments.placement == "processes" else f"{kind}-{arguments.placement}")
     return arguments

@@ -60,6 +60,11 @@ class MeasuredServer:
         self._ever |= descendants(self._process.pid)
         return time.monotonic() - began
 
+    @property
+    def running(self) -> bool:
+        """Whether the supervisor does."""
+        return self._process.poll() is None
+
     def tails(self, lines: int = 120) -> str:
         """The last lines of what the supervisor and each process said."""
         parts = []
