@@ -1,8 +1,10 @@
 """The Code2Wav stage: codec frames in, 16-bit audio out, several streams a step.
 
 A step takes the stream with the smallest playback lead and fills the batch with others, in order of their lead, that are as far
-(at their beginning, or not) and have a chunk of about the same length to decode. A stream holds one of `max_batch` state slots from
-its first frame on; when none is free, a stream whose consumer has stopped it gives up its own and gets its state back later.
+(at their beginning, or not) and have a chunk of about the same length to decode. A stream that has not begun to speak has less lead
+than any that has audio left to play, and on a GPU no step takes more than a few milliseconds, so first packets never queue behind
+large chunks. A stream holds one of `max_batch` state slots from its first frame on; when none is free, a stream whose consumer has
+stopped it gives up its own and gets its state back later.
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ from omni_bus.stages.contract import (
 )
 from omni_bus.stages.qwen3_omni import code2wav_config
 from omni_bus.stages.qwen3_omni.code2wav_config import Code2WavConfig
-from omni_bus.stages.qwen3_omni.code2wav_layers import Rows
-from omni_bus.stages.qwen3_omni.code2wav_model import PREFIX, Code2Wav, to_pcm16
+from omni_bus.stages.qwen3_omni.code2wav_decoder import ModelDecoder, SlotDecoder
+from omni_bus.stages.qwen3_omni.code2wav_fused import FusedCode2Wav
+from omni_bus.stages.qwen3_omni.code2wav_graphs import GraphedDecoder
+from omni_bus.stages.qwen3_omni.code2wav_model import PREFIX, Code2Wav
+from omni_bus.stages.qwen3_omni.code2wav_ops import Ops, TorchOps
+from omni_bus.stages.qwen3_omni.code2wav_shapes import Shapes
 from omni_bus.stages.qwen3_omni.code2wav_streams import ChunkRule, Stream
 from omni_bus.stages.qwen3_omni.json_fields import Section
+from omni_bus.stages.qwen3_omni.options import Code2WavOptions, Kernels
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames
 from omni_bus.stages.qwen3_omni.spec import SAMPLE_RATE, CodecEdgeOptions
-from omni_bus.stages.qwen3_omni.weights import open_checkpoint
+from omni_bus.stages.qwen3_omni.weights import WEIGHTS_SHARE, open_checkpoint
 
 IN_EDGE = "talker->code2wav"
 OUT_EDGE = "code2wav->client"
@@ -46,10 +53,9 @@ log = logging.getLogger(__name__)
 class Code2WavStage:
     """`clock` gives seconds, monotonic."""
 
-    _model: Code2Wav
+    _decoder: SlotDecoder
     _config: Code2WavConfig
     _rule: ChunkRule
-    _device: torch.device
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,27 +65,35 @@ class Code2WavStage:
         self._batch = 0  # rows of the last step
 
     def load(self, ctx: StageContext) -> None:
+        ctx.progress(0.0, "reading Code2Wav")
         checkpoint = open_checkpoint(ctx, PREFIX)
         self._config = code2wav_config.parse(Section(checkpoint.json("config.json")).section("code2wav_config"))
         edge = ctx.edge_options(IN_EDGE, CodecEdgeOptions)
-        self._rule = ChunkRule(
-            edge.first_chunk_frames,
-            edge.max_chunk_frames,
-            ctx.edges[IN_EDGE].credits,
-            self._config.frame_samples / SAMPLE_RATE,
-        )
-        self._device = torch.device(ctx.device)
-        dtype: torch.dtype = getattr(torch, ctx.config.dtype)
+        options = ctx.options(Code2WavOptions)
+        device, dtype = torch.device(ctx.device), getattr(torch, ctx.config.dtype)
+        fused = options.graphs == "plain" or (options.graphs == "auto" and device.type == "cuda")
         self._slots = ctx.config.max_batch
         if ctx.state_bytes is not None:
-            one = code2wav_config.slot_values(self._config) * dtype.itemsize
+            one = code2wav_config.slot_values(self._config, edge.max_chunk_frames if fused else 0) * dtype.itemsize
             self._slots = max(1, min(self._slots, ctx.state_bytes // one))
-        self._model = Code2Wav.load(checkpoint, self._config, slots=self._slots, dtype=dtype, device=self._device)
         self._free = collections.deque(range(self._slots))
-        ctx.progress(0.8, "warming up Code2Wav")
-        silence = torch.zeros(1, self._rule.first_frames, self._config.num_quantizers, dtype=torch.int16)
-        for position, fresh in ((0, True), (self._rule.first_frames, False)):
-            self._decode(silence, [0], [position], fresh=fresh)
+        sizes = Shapes.captured if fused else Shapes.any_size
+        shapes = sizes(max_batch=self._slots, first_frames=edge.first_chunk_frames, max_frames=edge.max_chunk_frames)
+        self._rule = ChunkRule(
+            edge.first_chunk_frames, shapes.frames, ctx.edges[IN_EDGE].credits, self._config.frame_samples / SAMPLE_RATE
+        )
+        model = Code2Wav.load(checkpoint, self._config, slots=0 if fused else self._slots, dtype=dtype, device=device)
+        ctx.progress(WEIGHTS_SHARE, "warming up Code2Wav")
+        if fused:
+            joined = FusedCode2Wav(model, _ops(device, options.kernels), slots=self._slots, max_frames=shapes.frames[-1])
+            decoder = GraphedDecoder(joined, shapes, slots=self._slots, device=device)
+            decoder.prepare(lambda fraction, text: ctx.progress(WEIGHTS_SHARE + (1 - WEIGHTS_SHARE) * fraction, text))
+            self._decoder = decoder
+        else:
+            self._decoder = ModelDecoder(model, shapes, device)
+            silence = torch.zeros(1, edge.first_chunk_frames, self._config.num_quantizers, dtype=torch.int16)
+            for position, fresh in ((0, True), (edge.first_chunk_frames, False)):
+                self._decoder.decode(silence, [0], [position], fresh=fresh)
         ctx.progress(1.0, "Code2Wav is ready")
 
     def open(self, request: StageRequest) -> None:
@@ -181,12 +195,16 @@ class Code2WavStage:
         available = len(self._free) + sum(self._can_park(stream) for stream in self._streams.values())
         batch: list[int] = []
         fresh, count = False, 0
+        most = 1
         for _, request_id, frames in ready:
             stream = self._streams[request_id]
             if stream.slot is None and not available:
                 continue
+            if len(batch) == most:
+                break
             if not batch:
                 fresh, count = not stream.frames, frames
+                most = self._decoder.shapes.max_rows(count)
             elif fresh != (not stream.frames) or not count <= frames <= 2 * count:
                 continue
             batch.append(request_id)
@@ -197,7 +215,7 @@ class Code2WavStage:
         streams = [self._streams[request_id] for request_id, _ in batch]
         slots = [self._slot(stream) for stream in streams]
         codes = torch.stack([stream.pop(count) for stream, (_, count) in zip(streams, batch, strict=True)])
-        pcm = self._decode(codes, slots, [stream.frames for stream in streams], fresh=not streams[0].frames)
+        pcm = self._decoder.decode(codes, slots, [stream.frames for stream in streams], fresh=not streams[0].frames)
         now = self._clock()
         for (request_id, count), stream, samples in zip(batch, streams, pcm, strict=True):
             stream.emitted(count, samples.shape[0], now)
@@ -209,11 +227,6 @@ class Code2WavStage:
             if stream.emits:
                 out.append(audio)
             self._report(request_id, stream, out)
-
-    def _decode(self, codes: torch.Tensor, slots: list[int], positions: list[int], *, fresh: bool) -> torch.Tensor:
-        """int16 [rows, n, groups] → int16 [rows, samples], both on the CPU."""
-        rows = Rows(torch.tensor(slots, device=self._device), torch.tensor(positions, device=self._device), fresh)
-        return to_pcm16(self._model.decode(codes.to(self._device), rows)).cpu()
 
     def _report(self, request_id: int, stream: Stream, out: list[Emission]) -> None:
         if stream.unreported:
@@ -237,11 +250,19 @@ class Code2WavStage:
             if not self._free:
                 paused = next(other for other in self._streams.values() if self._can_park(other))
                 assert paused.slot is not None
-                paused.parked = self._model.state_of(paused.slot)
+                paused.parked = self._decoder.state_of(paused.slot)
                 self._free.append(paused.slot)
                 paused.slot = None
             stream.slot = self._free.popleft()
             if stream.parked is not None:
-                self._model.restore(stream.slot, stream.parked)
+                self._decoder.restore(stream.slot, stream.parked)
                 stream.parked = None
         return stream.slot
+
+
+def _ops(device: torch.device, kernels: Kernels) -> Ops:
+    if device.type != "cuda" or kernels == "torch":
+        return TorchOps()
+    from omni_bus.stages.qwen3_omni.code2wav_triton import TritonOps
+
+    return TritonOps()

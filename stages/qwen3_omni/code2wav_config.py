@@ -31,6 +31,11 @@ class Code2WavConfig:
         """Samples per codec frame: 1,920 at 24 kHz, 80 ms."""
         return math.prod(self.upsampling_ratios) * math.prod(self.upsample_rates)
 
+    @property
+    def lookahead_samples(self) -> int:
+        """Samples by which the decoder looks ahead, so many fewer come of a stream's first chunk: 555, 23 ms."""
+        return sum(math.prod(self.upsample_rates[index:]) for index in range(len(self.upsample_rates)))
+
 
 def parse(section: Section) -> Code2WavConfig:
     """From `code2wav_config` in either spelling; CheckpointError names the field."""
@@ -93,10 +98,17 @@ def expected_shapes(config: Code2WavConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def slot_values(config: Code2WavConfig) -> int:
-    """Numbers that one stream's state holds: kept keys and values, and each convolution's last inputs."""
-    keys = 2 * config.num_layers * config.num_kv_heads * (config.sliding_window - 1) * config.head_dim
-    values = keys + 6 * config.hidden_size * (len(config.upsampling_ratios) + 1)  # kernels of 7, undilated
+def slot_values(config: Code2WavConfig, fused_frames: int = 0) -> int:
+    """Numbers that one stream's state holds: kept keys and values, and each convolution's last inputs. The fused form has room for
+    the `fused_frames` of a call among the keys and values, and the inputs twice."""
+    kept = config.sliding_window - 1 + fused_frames
+    keys = 2 * config.num_layers * config.num_kv_heads * kept * config.head_dim
+    inputs = _input_values(config)
+    return keys + (2 * inputs if fused_frames else inputs)
+
+
+def _input_values(config: Code2WavConfig) -> int:
+    values = 6 * config.hidden_size * (len(config.upsampling_ratios) + 1)  # kernels of 7, undilated
     width = config.decoder_dim
     for _ in config.upsample_rates:
         values += width  # the newest step of a transposed convolution

@@ -7,6 +7,7 @@ lead that is a single frame, and nothing waits.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 
@@ -17,16 +18,17 @@ from omni_bus.stages.qwen3_omni.spec import SAMPLE_RATE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkRule:
-    """How many frames of `frame_seconds` make a chunk. `credits`: chunks the producer may have under way before it stops."""
+    """How many frames of `frame_seconds` make a chunk. `sizes`: what a chunk may have, ascending from 1, `first_frames` among them.
+    `credits`: chunks the producer may have under way before it stops."""
 
     first_frames: int
-    max_frames: int
+    sizes: tuple[int, ...]
     credits: int
     frame_seconds: float = 0.08
 
     def wanted(self, lead: float) -> int:
         """Frames worth waiting for at this playback lead in seconds."""
-        return max(1, min(self.max_frames, int(lead / 2 / self.frame_seconds)))
+        return self._fitting(max(1, int(lead / 2 / self.frame_seconds)))
 
     def next(self, stream: Stream, now: float) -> int:
         """Frames to decode now; 0 = wait for more.
@@ -38,14 +40,20 @@ class ChunkRule:
         wanted = self.wanted(stream.lead(now)) if stream.frames else self.first_frames
         if not arrived or (arrived < wanted and not stream.closed and stream.chunks_held < max(1, self.credits // 2)):
             return 0
-        limit = max(wanted, min(self.max_frames, 2 * stream.last_chunk)) if stream.frames else self.first_frames
-        return min(arrived, limit)
+        limit = max(wanted, 2 * stream.last_chunk) if stream.frames else self.first_frames
+        return self._fitting(min(arrived, limit))
 
     def due(self, stream: Stream) -> float | None:
         """When the frames that wait for more go out even if none come; None while none wait, and before the first chunk."""
         if not stream.buffered or not stream.frames:
             return None
-        return stream.empty_at - 2 * self.frame_seconds * (stream.buffered + 1)
+        larger = bisect.bisect_right(self.sizes, stream.buffered)  # waiting is over when the lead is too small for this size
+        frames = self.sizes[larger] if larger < len(self.sizes) else stream.buffered + 1
+        return stream.empty_at - 2 * self.frame_seconds * frames
+
+    def _fitting(self, frames: int) -> int:
+        """The largest size that is at most `frames`."""
+        return self.sizes[bisect.bisect_right(self.sizes, frames) - 1]
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,6 +13,7 @@ from omni_bus.memory import DTYPE_BYTES, StageNeed
 from omni_bus.stages.qwen3_omni import code2wav_config
 from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
 from omni_bus.stages.qwen3_omni.code2wav_config import Code2WavConfig
+from omni_bus.stages.qwen3_omni.code2wav_shapes import STEP_FRAMES
 from omni_bus.stages.qwen3_omni.config import StackConfig, parse_config
 from omni_bus.stages.qwen3_omni.fixture_tensors import tensor_specs
 from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
@@ -95,7 +96,9 @@ def _code2wav(deployment: Deployment, config: Code2WavConfig, weights: int) -> S
     options = msgspec.convert(stage.options, Code2WavOptions)
     edge = msgspec.convert(deployment.edges["talker->code2wav"].options, CodecEdgeOptions)
     size = DTYPE_BYTES[stage.dtype]
-    samples = stage.max_batch * max(edge.first_chunk_frames, edge.max_chunk_frames) * config.frame_samples
+    frames = max(edge.first_chunk_frames, edge.max_chunk_frames)
+    fused = options.graphs == "plain" or (options.graphs == "auto" and on_card(stage))
+    samples = (max(STEP_FRAMES, frames) if fused else stage.max_batch * frames) * config.frame_samples
     widest = max(
         config.decoder_dim // 2 ** (block + 1) * samples // math.prod(config.upsample_rates[block + 1 :])
         for block in range(len(config.upsample_rates))
@@ -104,7 +107,7 @@ def _code2wav(deployment: Deployment, config: Code2WavConfig, weights: int) -> S
         weights=weights * size,
         workspace=(CODE2WAV_WORKSPACE if on_card(stage) else 0) + WAVE_TENSORS * widest * size,
         unit="slots",
-        unit_bytes=code2wav_config.slot_values(config) * size,
+        unit_bytes=code2wav_config.slot_values(config, frames if fused else 0) * size,
         units=stage.max_batch,
         least=stage.max_batch if options.memory == "auto" else 1,
         memory=options.memory,

@@ -11,6 +11,7 @@ from omni_bus.stages.ar.options import AROptions
 
 # "checkpoint": the tensors of model.path. "random": made on the device at load, for timings; model.path then needs no weights.
 Load = Literal["checkpoint", "random"]
+Kernels = Literal["auto", "torch"]
 
 
 class DecoderOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,9 +22,12 @@ class DecoderOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields
 
 class Code2WavOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     load: Load = "checkpoint"
-    memory: str = (
-        "auto"  # bytes of the card for weights, slots and workspace ("8GiB"); fewer slots than max_batch where it is tight
+    # Bytes of the card for weights, slots and workspace ("8GiB"); fewer slots than max_batch where it is tight.
+    memory: str = "auto"
+    graphs: Literal["auto", "plain", "off"] = (
+        "auto"  # auto: the fused form by CUDA graphs on a GPU; plain: the same, not captured
     )
+    kernels: Kernels = "auto"  # of the fused form; auto: Triton on a GPU, torch: plain operators
 
     def __post_init__(self) -> None:
         check_memory(self.memory)

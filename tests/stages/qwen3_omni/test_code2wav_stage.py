@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from omni_bus.stages.qwen3_omni import fixture
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.code2wav import IN_EDGE, OUT_EDGE, Code2WavStage
 from omni_bus.stages.qwen3_omni.code2wav_model import to_pcm16
+from omni_bus.stages.qwen3_omni.code2wav_shapes import Shapes
 from omni_bus.stages.qwen3_omni.code2wav_streams import ChunkRule, Stream
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames
 from omni_bus.stages.qwen3_omni.spec import PIPELINE
@@ -38,7 +40,14 @@ class Bench:
     """A stage, the clock it reads, and what it emitted for each request."""
 
     def __init__(
-        self, directory: pathlib.Path, *, dtype: str = "float64", slots: int = 4, credits: int = 64, **edge: int
+        self,
+        directory: pathlib.Path,
+        *,
+        dtype: str = "float64",
+        slots: int = 4,
+        credits: int = 64,
+        graphs: str = "auto",
+        **edge: int,
     ) -> None:
         self.clock = Clock()
         self.stage = Code2WavStage(self.clock)
@@ -54,7 +63,7 @@ class Bench:
                 pipeline=PIPELINE,
                 model_path=str(directory),
                 device="cpu",
-                config=StageConfig(devices=("cpu",), dtype=dtype, max_batch=slots),
+                config=StageConfig(devices=("cpu",), dtype=dtype, max_batch=slots, options={"graphs": graphs}),
                 edges={IN_EDGE: EdgeConfig(credits=credits, options=dict(edge)), OUT_EDGE: EdgeConfig(credits=16)},
                 progress=lambda fraction, text: self.progress.append(fraction),
             )
@@ -268,10 +277,11 @@ def test_waiting_never_uses_up_the_producers_credit(directory: pathlib.Path) -> 
     assert bench.consumed[1] >= 199
 
 
+@pytest.mark.parametrize("graphs", ["auto", "plain"])
 def test_streams_that_run_together_equal_themselves_alone(
-    directory: pathlib.Path, expected: Callable[[torch.Tensor], torch.Tensor]
+    directory: pathlib.Path, expected: Callable[[torch.Tensor], torch.Tensor], graphs: str
 ) -> None:
-    bench = Bench(directory, slots=3)
+    bench = Bench(directory, slots=3, graphs=graphs)
     codes = {index: frames(20 + 7 * index, index) for index in range(6)}  # more streams than slots
     fed = dict.fromkeys(codes, 0)
     batches = set()
@@ -345,10 +355,11 @@ def test_a_cancelled_streams_slot_starts_clean(
     assert torch.equal(bench.pcm(2), expected(codes)) and bench.stage.stats().slots_used == 0
 
 
+@pytest.mark.parametrize("graphs", ["auto", "plain"])
 def test_a_paused_stream_leaves_the_batch_and_lends_its_slot(
-    directory: pathlib.Path, expected: Callable[[torch.Tensor], torch.Tensor]
+    directory: pathlib.Path, expected: Callable[[torch.Tensor], torch.Tensor], graphs: str
 ) -> None:
-    bench = Bench(directory, slots=1)
+    bench = Bench(directory, slots=1, graphs=graphs)
     slow, quick = frames(20, 1), frames(10, 2)
     bench.open(1, 2)
     bench.feed(1, slow[:5])
@@ -415,11 +426,11 @@ def test_a_failed_step_fails_its_rows_only(
     bench.open(2)
     bench.feed(2, frames(2))
 
-    def out_of_memory(*args: object) -> torch.Tensor:
+    def out_of_memory(*args: object, **kwargs: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.stage._model, "decode", out_of_memory)
+        patch.setattr(bench.stage._decoder, "decode", out_of_memory)
         bench.step()
     assert bench.failed == {2: "stage_failed"} and bench.stage.stats().slots_used == 1
     bench.feed(1, codes[3:], last=True)
@@ -442,7 +453,7 @@ def test_float32_stays_within_one_step_of_pcm16(
     ("lead", "wanted"), [(-3.0, 1), (0.0, 1), (0.16, 1), (0.31, 1), (0.33, 2), (1.0, 6), (4.1, 25), (100.0, 25)]
 )
 def test_half_of_the_lead_is_spent_on_waiting(lead: float, wanted: int) -> None:
-    assert ChunkRule(first_frames=1, max_frames=25, credits=64).wanted(lead) == wanted
+    assert ChunkRule(first_frames=1, sizes=tuple(range(1, 26)), credits=64).wanted(lead) == wanted
 
 
 def test_frames_are_cut_across_chunks_and_reported_when_used_up() -> None:
@@ -454,3 +465,85 @@ def test_frames_are_cut_across_chunks_and_reported_when_used_up() -> None:
     assert torch.equal(stream.pop(5), codes[1:6]) and stream.unreported == 2
     assert torch.equal(stream.pop(3), codes[6:]) and stream.unreported == 3
     assert stream.buffered == 0 and stream.chunks_held == 0
+
+
+CAPTURED = Shapes.captured(max_batch=64, first_frames=1, max_frames=25)
+
+
+@pytest.mark.parametrize("lead", [0.0, 0.4, 0.9, 2.0, 3.9])
+def test_waiting_for_a_captured_size_ends_when_the_clock_says_so(lead: float) -> None:
+    rule = ChunkRule(first_frames=1, sizes=CAPTURED.frames, credits=64)
+    stream = Stream(opened=0.0, emits=True)
+    stream.emitted(1, int(lead * 24_000), 0.0)
+    stream.push(frames(1))
+    assert rule.wanted(lead) in CAPTURED.frames
+    due = rule.due(stream)
+    assert due is not None
+    if rule.next(stream, 0.0):
+        assert due <= 0.0
+    else:
+        assert rule.next(stream, due - 0.001) == 0 and rule.next(stream, due + 0.001) == 1
+
+
+class CountingDecoder:
+    """Takes as long as a GPU's steps do, by the test's clock, and makes silence."""
+
+    def __init__(self, clock: Clock, shapes: Shapes) -> None:
+        self.clock, self.shapes = clock, shapes
+        self.sizes: list[tuple[int, int]] = []
+
+    def decode(self, codes: torch.Tensor, slots: list[int], positions: list[int], *, fresh: bool) -> torch.Tensor:
+        rows, count, _ = codes.shape
+        assert count in self.shapes.frames and rows <= self.shapes.max_rows(count) and len(set(slots)) == rows
+        assert all(bool(position) != fresh for position in positions)
+        self.sizes.append((rows, count))
+        self.clock.now += 0.0015 + 0.00003 * self.shapes.rows_for(rows) * count
+        return torch.zeros(rows, count * 1920 - (555 if fresh else 0), dtype=torch.int16)
+
+    def state_of(self, slot: int) -> list[torch.Tensor]:
+        raise AssertionError("nobody is paused")
+
+    def restore(self, slot: int, saved: list[torch.Tensor]) -> None:
+        raise AssertionError("nobody is paused")
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("pace", [1.0, 1.3, 4.0])
+def test_64_streams_neither_fall_silent_nor_keep_a_new_one_waiting(
+    directory: pathlib.Path, pace: float, together: bool
+) -> None:
+    """Frames come `pace` times as fast as they are played, new streams every 21 ms; `together`: all streams' frames at one time, as
+    a Talker's step gives them."""
+    bench = Bench(directory, slots=64)
+    decoder = CountingDecoder(bench.clock, CAPTURED)
+    bench.stage._decoder = decoder
+    bench.stage._rule = ChunkRule(first_frames=1, sizes=CAPTURED.frames, credits=64)
+    start, codes, streams, every = bench.clock.now, frames(1), range(64), 0.08 / pace
+    came = {index: 0.021 * index for index in streams}  # the first frame
+    came = {index: start + (math.ceil(at / every) * every if together else at) for index, at in came.items()}
+    fed = dict.fromkeys(streams, 0)
+    first: dict[int, float] = {}
+    left = dict.fromkeys(streams, 0.0)  # when the listener will have heard all
+    silence = 0.0
+    while bench.usage.keys() != set(streams):
+        due = [index for index in streams if fed[index] < 125 and came[index] + fed[index] * every <= bench.clock.now]
+        for index in due:
+            if not fed[index]:
+                bench.open(index)
+            fed[index] += 1
+            bench.feed(index, codes, last=fed[index] == 125)
+        if not bench.stage.has_work():
+            bench.clock.now += 0.0005
+            continue
+        for index in bench.step():
+            now, samples = bench.clock.now, bench.audio[index][-1].numel()
+            first.setdefault(index, now)
+            silence = max(silence, now - left[index] if left[index] else 0.0)
+            left[index] = max(now, left[index]) + samples / 24_000
+    # The first frame gives 57 ms of audio; where the next takes longer to come, that much silence cannot be helped, and a step's time.
+    assert silence <= max(0.0, every - 1365 / 24_000 + 0.012)
+    assert max(first[index] - came[index] for index in streams) < 0.02
+    assert bench.clock.now - start < 64 * 0.021 + 10 / pace + 0.5
+    if pace > 1.0:
+        assert max(count for _, count in decoder.sizes) > 1, "chunks grow"
+    assert max(rows for rows, _ in decoder.sizes) >= (32 if together and pace == 1.0 else 2), "streams share steps"
