@@ -19,17 +19,19 @@ _TAKEN = frozenset({"api", "broker", "supervisor", CLIENT})
 
 def placement_problems(deployment: Deployment, pipeline: PipelineSpec, smaller: str) -> Iterator[Problem]:
     """Key and what is wrong with it. `smaller` begins the advice for a machine without the device: "use " or "use FILE or "."""
-    yield from _device_problems(deployment, smaller)
+    yield from _device_problems(deployment, pipeline, smaller)
     yield from _process_problems(deployment)
     yield from _connector_problems(deployment, pipeline)
 
 
-def _device_problems(deployment: Deployment, smaller: str) -> Iterator[Problem]:
+def _device_problems(deployment: Deployment, pipeline: PipelineSpec, smaller: str) -> Iterator[Problem]:
     for name, stage in deployment.stages.items():
         path = ("stages", name, "devices")
         for device in dict.fromkeys(stage.devices):
             wrong = missing_device(device)
-            if wrong is not None and device.startswith("cuda:"):
+            if pipeline.stage(name).cpu_only and device.startswith("cuda"):
+                yield path, f': stage {name} runs on the CPU only, not on {device}; leave it out or say ["cpu"]'
+            elif wrong is not None and device.startswith("cuda:"):
                 yield path, f": stage {name} {wrong}; {smaller}--set 'stages.{name}.devices=[\"cpu\"]'"
             elif wrong is not None:
                 yield path, f": {wrong}"

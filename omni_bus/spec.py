@@ -40,6 +40,7 @@ class StageSpec:
     options: type[msgspec.Struct] = NoOptions  # keys of [stages.NAME] beyond the common ones, with their defaults
     device: str = "cpu"  # default of `devices`
     max_batch: int = 16
+    cpu_only: bool = False  # any other device in `devices` is refused
     unused: frozenset[str] = frozenset()  # common keys of [stages.NAME] that change nothing in this stage: refused where said
 
 

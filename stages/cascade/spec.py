@@ -58,7 +58,14 @@ def _tts() -> Stage:
 PIPELINE = PipelineSpec(
     name="cascade",
     stages=(
-        StageSpec(name="asr", factory=_asr, options=AsrOptions, max_batch=1, unused=frozenset({"dtype", "max_batch"})),
+        StageSpec(
+            name="asr",
+            factory=_asr,
+            options=AsrOptions,
+            max_batch=1,
+            cpu_only=True,
+            unused=frozenset({"dtype", "max_batch"}),
+        ),
         StageSpec(
             name="llm",
             factory=_llm,
@@ -72,6 +79,7 @@ PIPELINE = PipelineSpec(
             options=TtsOptions,
             modalities=frozenset({"audio"}),
             max_batch=1,
+            cpu_only=True,
             unused=frozenset({"dtype", "max_batch"}),
         ),
     ),

@@ -67,9 +67,9 @@ _AUDIO = frozenset({"audio"})
 PIPELINE = PipelineSpec(
     name="probe",
     stages=(
-        StageSpec(name="source", factory=_source, sampling=SamplingParams(), options=ProbeOptions),
-        StageSpec(name="relay", factory=_relay, modalities=_AUDIO, options=ProbeOptions),
-        StageSpec(name="sink", factory=_sink, modalities=_AUDIO, options=ProbeOptions),
+        StageSpec(name="source", factory=_source, sampling=SamplingParams(), options=ProbeOptions, cpu_only=True),
+        StageSpec(name="relay", factory=_relay, modalities=_AUDIO, options=ProbeOptions, cpu_only=True),
+        StageSpec(name="sink", factory=_sink, modalities=_AUDIO, options=ProbeOptions, cpu_only=True),
     ),
     edges=(
         EdgeSpec(source=CLIENT, target="source", payload=ChatInput),

@@ -89,7 +89,7 @@ def needs(deployment: Deployment) -> dict[str, StageNeed]:
 PIPELINE = PipelineSpec(
     name="qwen3_omni",
     stages=(
-        StageSpec(name="processor", factory=_processor, unused=frozenset({"dtype", "max_batch"})),
+        StageSpec(name="processor", factory=_processor, cpu_only=True, unused=frozenset({"dtype", "max_batch"})),
         StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=DecoderOptions),
         StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=DecoderOptions),
         StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH, options=Code2WavOptions),

@@ -9,6 +9,7 @@ import pytest
 from omni_bus.cli import main
 from omni_bus.config import load_deployment
 from omni_bus.errors import ConfigError
+from omni_bus.spec import load_pipeline
 
 PROBE = '[model]\npipeline = "probe"\n'
 OMNI = '[model]\npipeline = "qwen3_omni"\n'
@@ -43,7 +44,8 @@ TOML = {
     "no devices": (PROBE + "[stages.sink]\ndevices = []\n", ":4: stages.sink.devices must be a list of at least one device", "[]"),
     "devices a string": (PROBE + '[stages.sink]\ndevices = "cpu"\n', ":4: stages.sink.devices must be a list of strings", "cpu"),
     "unknown device": (PROBE + '[stages.sink]\ndevices = ["gpu"]\n', ':4: stages.sink.devices: "gpu" is no device', '"cuda:0"'),
-    "no such CUDA device": (PROBE + '[stages.sink]\ndevices = ["cuda:99"]\n', "stage sink wants cuda:99, and this machine has", "--set"),
+    "no such CUDA device": (CASCADE + '[stages.llm]\ndevices = ["cuda:99"]\n', "stage llm wants cuda:99, and this machine has", "--set"),
+    "GPU for a stage of the CPU": (CASCADE + '[stages.tts]\ndevices = ["cuda:0"]\n', ":4: stages.tts.devices: stage tts runs on the CPU only", "leave it out"),
     "devices without replicas": (PROBE + '[stages.sink]\ndevices = ["cpu", "cpu"]\n', ":4: stages.sink.devices: lists 2 devices", "never be used"),
     "temperature": (PROBE + "[stages.source.sampling]\ntemperature = -1\n", ":4: stages.source.sampling.temperature: must be a number from", "100"),
     "sampling key": (PROBE + "[stages.source.sampling]\ntop_o = 1\n", ":4: stages.source.sampling.top_o: unknown key", 'did you mean "top_p"'),
@@ -165,7 +167,7 @@ def test_a_file_that_cannot_be_read(name: str, fragment: str, tmp_path: pathlib.
 
 def test_the_smaller_deployment_is_named_where_a_device_is_missing(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "big.toml"
-    file.write_text(PROBE + '[stages.sink]\ndevices = ["cuda:99"]\n')
+    file.write_text(CASCADE + '[stages.llm]\ndevices = ["cuda:99"]\n')
     (tmp_path / "big_tiny.toml").write_text(PROBE)
     assert f"use {tmp_path / 'big_tiny.toml'} or --set" in refusal(file)
 
@@ -175,3 +177,19 @@ def test_a_hub_is_not_asked_for_a_deployment_that_is_refused_anyway(tmp_path: pa
     file.write_text('[model]\npipeline = "qwen3_omni"\npath = "nobody/nothing"\n[stages.thinker]\ndevices = ["cuda:99"]\n')
     [only] = refusal(file).splitlines()
     assert "wants cuda:99" in only
+
+
+@pytest.mark.parametrize(
+    ("head", "stages"),
+    [(PROBE, {"source", "relay", "sink"}), (CASCADE, {"asr", "tts"}), (OMNI, {"processor"})],
+    ids=["probe", "cascade", "qwen3_omni"],
+)
+def test_which_stages_have_no_use_for_a_gpu(head: str, stages: set[str], tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "gpus.toml"
+    pipeline = load_pipeline(head.split('"')[1])
+    file.write_text(head + "".join(f'[stages.{stage.name}]\ndevices = ["cuda:99"]\n' for stage in pipeline.stages))
+    told = refusal(file).splitlines()
+    assert {line.split(".devices: stage ")[1].split()[0] for line in told if "runs on the CPU only" in line} == stages
+    assert {line.split(".devices: stage ")[1].split()[0] for line in told if "wants cuda:99" in line} == {
+        stage.name for stage in pipeline.stages
+    } - stages
