@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from omni_bus import errors
-from omni_bus.events import Status
+from omni_bus.events import CLIENT, Status
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -193,3 +193,7 @@ class _BusCollector(Collector):
         for edge, count in self.status.edge_chunks.items():
             edge_chunks.add_metric([edge], count)
         yield from (ready, *gauges.values(), steps, busy, restarts, chunks, sent, requests, ended, edge_chunks)
+        for key, total in self.status.edge_bytes.items():  # of the edge on which the clients are the senders
+            edge, _, connector = key.partition("|")
+            chunks.add_metric([edge, connector, CLIENT], self.status.edge_chunks[edge])
+            sent.add_metric([edge, connector, CLIENT], total)

@@ -208,6 +208,7 @@ class Status(Event, frozen=True, kw_only=True):
     edge_chunks: dict[str, int] = {}
     uptime_s: float = 0.0
 
+    edge_bytes: dict[str, int] = {}  # "edge|connector" → bytes of the edge that no worker sends on: the entry edge
 
 # ---- both directions between client/worker and broker
 

@@ -22,6 +22,7 @@ class Flow:
         self._table = table
         self._send = send
         self.edge_chunks: dict[str, int] = {edge.name: 0 for edge in pipeline.edges}  # since the start
+        self.input_bytes = 0  # of payloads and tensors forwarded on the entry edge
 
     def input(self, request: Request, seq: int, chunk: InputChunk) -> None:
         """Take in a chunk on the entry edge: forwarded where the request runs, kept where it may have to run again."""
@@ -97,6 +98,7 @@ class Flow:
     def _forward_input(self, request: Request, seq: int, chunk: InputChunk) -> None:
         edge = request.entry
         self.edge_chunks[edge.name] += 1
+        self.input_bytes += chunk.nbytes
         if edge.target in request.done:
             self._consume(request, edge, 1)
         else:

@@ -281,6 +281,7 @@ class Orchestrator:
             requests=self.lifecycle.table.states(),
             ended=dict(self.lifecycle.table.ended),
             edge_chunks=dict(self.lifecycle.flow.edge_chunks),
+            edge_bytes={f"{self._pipeline.entry.name}|inline": self.lifecycle.flow.input_bytes},
             uptime_s=now - self._started,
         )
 

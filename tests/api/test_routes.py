@@ -56,6 +56,9 @@ async def test_metrics_of_the_bus(server: Any) -> None:
             await server.metric(f"omni_bus_edge_{name}_total{edge}"),
             await server.metric(f"omni_bus_edge_{name}_total{swapped}"),
         )
+    entry = '{connector="inline",edge="client->thinker",worker="client"}'
+    assert await server.metric(f"omni_bus_edge_chunks_total{entry}") == 6
+    assert await server.metric(f"omni_bus_edge_bytes_total{entry}") == 600
     assert await server.metric('omni_bus_broker_ended_total{how="done"}') == 4
 
 

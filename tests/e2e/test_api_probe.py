@@ -233,19 +233,25 @@ def test_metrics_know_the_bus(server: Server, client: openai.OpenAI) -> None:
     assert metric(server, 'omni_bus_broker_edge_chunks_total{edge="sink->client"}') >= 4
 
 
-EDGES = ("source->relay", "relay->sink", "source->client", "sink->client")  # those that a worker sends on
+EDGES = {  # edge → who sends on it
+    "client->source": "client",
+    "source->relay": "source.0",
+    "relay->sink": "relay.0",
+    "source->client": "source.0",
+    "sink->client": "sink.0",
+}
 
 
 def test_metrics_count_chunks_and_bytes_by_edge_and_connector(server: Server, client: openai.OpenAI) -> None:
     """The workers' own figures come with their next heartbeat."""
 
     def figures(name: str) -> dict[str, float]:
-        label = 'omni_bus_edge_{}_total{{connector="inline",edge="{}",worker="{}.0"}}'
-        return {edge: metric(server, label.format(name, edge, edge.partition("->")[0])) for edge in EDGES}
+        label = 'omni_bus_edge_{}_total{{connector="inline",edge="{}",worker="{}"}}'
+        return {edge: metric(server, label.format(name, edge, worker)) for edge, worker in EDGES.items()}
 
     def counted() -> bool:
         after = figures("chunks")
-        return all(after[edge] >= chunks[edge] + 4 for edge in EDGES)
+        return all(after[edge] >= chunks[edge] + (1 if edge == "client->source" else 4) for edge in EDGES)
 
     chunks, sent = figures("chunks"), figures("bytes")
     client.chat.completions.create(model="probe", messages=ask(WORDS), modalities=["text", "audio"])

@@ -526,3 +526,20 @@ def test_a_stop_fails_what_outlives_its_grace_and_does_not_wait_for_ever() -> No
         empty=False,
     )
     assert bus.orchestrator.stopped
+
+
+def test_bytes_of_the_entry_edge_are_counted_here_where_no_worker_sends() -> None:
+    bus = Bus()
+
+    def sent() -> dict[str, int]:
+        (answer,) = [event for _, event, _ in bus.handle("c", events.StatusQuery(1)) if isinstance(event, events.Status)]
+        return answer.edge_bytes
+
+    assert sent() == {"client->source|inline": 0}
+    ref = TensorRef("media0", "inline", "uint8", (7,), 7, offset=1)
+    bus.handle("c", events.Submit(1, "", RequestOptions(), 9.0, (ref,), last=False), (b"12345", b"1234567"))
+    assert sent() == {"client->source|inline": 12}
+    bus.handle("c", events.Append(1, 1, (), last=True), (b"123",))
+    assert sent() == {"client->source|inline": 15}
+    bus.handle("c", events.Submit(2, "", RequestOptions(modalities=("smell",)), 9.0), (b"never forwarded",))
+    assert sent() == {"client->source|inline": 15}

@@ -120,7 +120,8 @@ class ScriptedBus:
             replicas=(replica,),
             requests={"streaming": 1},
             ended={"done": 4},
-            edge_chunks={"thinker->client": 5},
+            edge_chunks={"client->thinker": 6, "thinker->client": 5},
+            edge_bytes={"client->thinker|inline": 600},
             uptime_s=1.0,
         )
 
