@@ -40,27 +40,41 @@ def run(arguments: argparse.Namespace) -> int:
     # torch comes in here, and only for this command.
     from omni_bus.stages.qwen3_omni.fixture import write
 
-    shows = sys.stderr.isatty()
-
-    def progress(fraction: float, detail: str) -> None:
-        if shows:
-            print(f"\r\x1b[K{fraction:4.0%}  {detail}", end="", file=sys.stderr, flush=True)
-
+    shown = _Progress()
     try:
         write(
             directory,
             size=arguments.size,
             seed=arguments.seed,
-            progress=progress,
+            progress=shown.show,
             weights=not arguments.no_weights,
             vocabulary=arguments.tokenizer,
         )
     except OSError as error:
         raise ConfigError(f"{error.filename or directory}: cannot be written: {error.strerror}") from None
     finally:
-        if shows:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        shown.close()
     config = "configs/qwen3_omni_tiny.toml" if arguments.size == "tiny" else "configs/qwen3_omni.toml"
     random = "".join(f" --set stages.{stage}.load=random" for stage in STAGES) if arguments.no_weights else ""
     print(f"omni-bus: wrote {directory}; serve it with: omni-bus up {config} --set model.path={directory}{random}")
     return 0
+
+
+class _Progress:
+    """On a terminal one line that is written over; elsewhere a line at the start and at each tenth of the way."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._tenths = -1
+
+    def show(self, fraction: float, detail: str) -> None:
+        """`fraction`: 0 to 1."""
+        if self._terminal:
+            print(f"\r\x1b[K{fraction:4.0%}  {detail}", end="", file=sys.stderr, flush=True)
+        elif (tenths := int(fraction * 10)) > self._tenths:
+            self._tenths = tenths
+            print(f"omni-bus: {fraction:4.0%}  {detail}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -196,3 +197,34 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 def test_the_command_line_imports_neither_torch_nor_aiohttp() -> None:
     script = "import sys, omni_bus.cli; print([name for name in ('torch', 'aiohttp', 'numpy', 'transformers') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_fixture_tells_its_progress_without_a_terminal_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from omni_bus.stages.qwen3_omni import fixture
+
+    def write(directory: pathlib.Path, *, progress: Callable[[float, str], None], **said: object) -> None:
+        for shard in range(24):
+            progress(shard / 24, f"writing shard {shard}")
+        progress(1.0, "wrote all")
+
+    monkeypatch.setattr(fixture, "write", write)
+    assert outcome(["fixture", "qwen3-omni", "out", "--size", "full"]) == 0
+    said = capfd.readouterr()
+    lines = said.err.splitlines()
+    assert [line.split("%")[0].rsplit(None, 1)[-1] for line in lines] == [
+        "0",
+        "12",
+        "21",
+        "33",
+        "42",
+        "50",
+        "62",
+        "71",
+        "83",
+        "92",
+        "100",
+    ]
+    assert lines[0] == "omni-bus:   0%  writing shard 0" and lines[-1] == "omni-bus: 100%  wrote all"
+    assert "\x1b" not in said.err and said.out.startswith("omni-bus: wrote out; serve it with:")
