@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 _WARM_UPS = 2  # the first compiles kernels and allocates workspaces; the second finds both there
+
+# A capture begins with a wait for the whole device, which may not fall into a capture of another stage of the process.
+_one_at_a_time = threading.Lock()
 
 T = TypeVar("T")
 
@@ -43,8 +47,8 @@ class Capture:
                 forward()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Stages in other threads of the process go on working meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        mode = "thread_local"  # stages in other threads of the process go on working meanwhile
+        with _one_at_a_time, torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = forward()
         current.wait_stream(self._stream)
 

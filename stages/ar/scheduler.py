@@ -31,14 +31,27 @@ def computable(row: Row) -> int:
 
 
 class Scheduler:
-    """Two tables in order of arrival: `waiting` rows hold no blocks, `running` rows hold all they can ever need."""
+    """Two tables in order of arrival: `waiting` rows hold no blocks, `running` rows hold all they can ever need.
 
-    def __init__(self, blocks: BlockManager, *, max_batch: int, max_prefill_tokens: int, max_length: int) -> None:
+    With `whole_prompts` a prompt is cut only if it is longer than a step, not where it does not fit beside others: the next step
+    begins with it.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_batch: int,
+        max_prefill_tokens: int,
+        max_length: int,
+        whole_prompts: bool = False,
+    ) -> None:
         assert blocks.needed(max_length) <= blocks.total
         self.blocks = blocks
         self.max_batch = max_batch
         self.max_prefill_tokens = max_prefill_tokens
         self.max_length = max_length
+        self.whole_prompts = whole_prompts
         self.waiting: dict[int, Row] = {}
         self.running: dict[int, Row] = {}
         self._slots = list(range(max_batch, 0, -1))
@@ -78,6 +91,8 @@ class Scheduler:
         budget = self.max_prefill_tokens
         for row, count in counts:
             if count and not row.output_ids and budget:
+                if self.whole_prompts and budget < count <= self.max_prefill_tokens:
+                    break
                 pieces.append(Piece(row, min(count, budget)))
                 budget -= pieces[-1].count
         return pieces

@@ -59,7 +59,11 @@ class ARStage(WokenByEvents):
             decoder.config, blocks=total, block_size=options.block_size, dtype=parameter.dtype, device=parameter.device
         )
         self._scheduler = Scheduler(
-            blocks, max_batch=ctx.config.max_batch, max_prefill_tokens=options.max_prefill_tokens, max_length=max_length
+            blocks,
+            max_batch=ctx.config.max_batch,
+            max_prefill_tokens=options.max_prefill_tokens,
+            max_length=max_length,
+            whole_prompts=steps is not None,
         )
         sampler = Sampler(self.program.eos_ids, self.program.suppressed_ids)
         self._engine = Engine(self.program, PagedAttention(decoder.config, cache), sampler, max_length=max_length)

@@ -344,3 +344,14 @@ def test_of_a_prompt_of_known_length_all_is_computed_but_the_last_position(model
     whole.add(0, [*prompt(0, 9), 7], SamplingParams(max_tokens=3, ignore_eos=True))
     whole.run()
     assert bus.ids == whole.ids
+
+
+def test_a_prompt_that_does_not_fit_beside_others_begins_the_next_step_whole(model):
+    bus = Driver(model, GraphedLM, graphs="plain", max_prefill_tokens=20)
+    for number, length in enumerate((9, 9, 9, 50, 3)):
+        bus.add(number, prompt(number, length), SamplingParams(max_tokens=1))
+    first = []
+    while bus.stage.has_work():
+        bus.step()
+        first.append(sorted(bus.ended))
+    assert first == [[0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
