@@ -19,7 +19,7 @@ from omni_bus.errors import CheckpointError
 from omni_bus.stages.ar.attention import Attention, ContiguousAttention
 from omni_bus.stages.ar.mlp import DenseConfig, DenseMLP, MoE, MoEConfig, join
 from omni_bus.stages.ar.norm import RMSNorm
-from omni_bus.stages.ar.ops import Kernels, qk_norm_rope, rms_norm, rotate
+from omni_bus.stages.ar.ops import Kernels, linear_add, norm_linear, qk_norm_rope, rotate, use_step_form
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,32 +95,55 @@ class SelfAttention(nn.Module):
         if self.q_proj.bias is not None:
             self._qkv_bias = torch.cat([projection.bias.data for projection in projections])
 
+    @property
+    def joined(self) -> torch.Tensor:
+        """[(heads + 2 kv_heads) * head_dim, hidden], behind `pack`."""
+        assert self._qkv is not None, "pack comes first"
+        return self._qkv
+
     def forward(
         self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention, kernels: Kernels
     ) -> torch.Tensor:
         tokens = len(x)
-        q_norm = None if self.q_norm is None else self.q_norm.weight
-        k_norm = None if self.k_norm is None else self.k_norm.weight
         if self._qkv is not None:
-            query, key, value = qk_norm_rope(
-                F.linear(x, self._qkv, self._qkv_bias),
-                q_norm,
-                k_norm,
-                rotary,
-                heads=self.heads,
-                kv_heads=self.kv_heads,
-                eps=self.eps,
-                kernels=kernels,
-            )
+            query, key, value = self._split(F.linear(x, self._qkv, self._qkv_bias), rotary, kernels)
         else:
             query = self.q_proj(x).view(tokens, -1, self.head_dim)
             key = self.k_proj(x).view(tokens, -1, self.head_dim)
             value = self.v_proj(x).view(tokens, -1, self.head_dim)
-            if q_norm is not None and k_norm is not None:
-                query, key = rms_norm(query, q_norm, self.eps, kernels), rms_norm(key, k_norm, self.eps, kernels)
+            if self.q_norm is not None and self.k_norm is not None:
+                query, key = self.q_norm(query, kernels), self.k_norm(key, kernels)
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         out: torch.Tensor = self.o_proj(attention.attend(self.layer, query, key, value).reshape(tokens, -1))
         return out
+
+    def step(
+        self,
+        residual: torch.Tensor,
+        norm: RMSNorm,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attention: Attention,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """Few rows [N, hidden] → residual + self(norm(residual)). After `pack`."""
+        assert self._qkv is not None
+        qkv = norm_linear(residual, norm.weight, norm.eps, self._qkv, self._qkv_bias, kernels=kernels)
+        attended = attention.attend(self.layer, *self._split(qkv, rotary, kernels)).reshape(len(residual), -1)
+        return linear_add(attended, self.o_proj.weight, self.o_proj.bias, residual, kernels)
+
+    def _split(
+        self, qkv: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return qk_norm_rope(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            rotary,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            eps=self.eps,
+            kernels=kernels,
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -148,6 +171,13 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(x, rotary, attention, kernels)
         x, residual = self.post_attention_layernorm.add(attended, residual, kernels)
         return self.mlp.add_norm(x, residual, following, kernels)
+
+    def step(
+        self, residual: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention, kernels: Kernels
+    ) -> torch.Tensor:
+        """The layer for few rows, from hidden states to hidden states."""
+        residual = self.self_attn.step(residual, self.input_layernorm, rotary, attention, kernels)
+        return self.mlp.step(residual, self.post_attention_layernorm, kernels)
 
 
 class Decoder(nn.Module):
@@ -210,14 +240,22 @@ class Decoder(nn.Module):
         captured = residual if capture_layer == 0 else None
         layers = [cast(DecoderLayer, layer) for layer in self.layers]
         norms = [*(layer.input_layernorm for layer in layers), self.norm]
-        x = norms[0](residual, self.kernels)
+        step = use_step_form(residual, self.kernels)
+        x = residual if step else norms[0](residual, self.kernels)
         for index, layer in enumerate(layers):
-            x, residual = layer(x, residual, norms[index + 1], rotary, attention, self.kernels)
+            if step:
+                residual = layer.step(residual, rotary, attention, self.kernels)
+            else:
+                x, residual = layer(x, residual, norms[index + 1], rotary, attention, self.kernels)
             if capture_layer == index + 1:
                 captured = residual
             if deepstack is not None and index < taps:
-                x, residual = norms[index + 1].add(deepstack[index], residual, self.kernels)
-        return x, x if capture_layer == len(self.layers) else captured
+                if step:
+                    residual = residual + deepstack[index]
+                else:
+                    x, residual = norms[index + 1].add(deepstack[index], residual, self.kernels)
+        hidden = self.norm(residual, self.kernels) if step else x
+        return hidden, hidden if capture_layer == len(self.layers) else captured
 
     def forward_rows(self, inputs_embeds: torch.Tensor, cache: ContiguousAttention) -> torch.Tensor:
         """The next n positions of every row of a plain cache: [rows, n, hidden] → post-norm hidden [rows, n, hidden].

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni_bus.stages.ar.norm import RMSNorm
-from omni_bus.stages.ar.ops import Kernels, silu_mul, silu_mul_plain, use_triton
+from omni_bus.stages.ar.ops import Kernels, linear_add, norm_linear, silu_mul, silu_mul_plain, use_triton
 
 # Above this many tokens the tensor-core products of torch._grouped_mm take over from the Triton kernels.
 GROUPED_ABOVE = 512
@@ -63,6 +63,12 @@ class DenseMLP(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[N, hidden] twice → (norm(residual + self(x)), residual + self(x))."""
         return norm.add(self(x, kernels), residual, kernels)
+
+    def step(self, residual: torch.Tensor, norm: RMSNorm, kernels: Kernels) -> torch.Tensor:
+        """Few rows [N, hidden] → residual + self(norm(residual)). After `pack`."""
+        assert self._gate_up is not None
+        inner = norm_linear(residual, norm.weight, norm.eps, self._gate_up, gated=True, kernels=kernels)
+        return linear_add(inner, self.down_proj.weight, None, residual, kernels)
 
 
 class Router(nn.Module):
@@ -184,6 +190,14 @@ class MoE(nn.Module):
             return norm.add(self._add_shared(out, x, kernels), residual, kernels)
         return out, total
 
+    def step(self, residual: torch.Tensor, norm: RMSNorm, kernels: Kernels) -> torch.Tensor:
+        """Few rows [N, hidden] → residual + self(norm(residual)). After `pack`."""
+        packed = self._packed
+        assert packed is not None
+        if (self.shared_expert is not None and not packed.shared) or not use_triton(residual, kernels):
+            return self.add_norm(norm(residual, kernels), residual, norm, kernels)[1]
+        return moe_step(residual, self.config, packed, norm, kernels)
+
     def _add_shared(self, out: torch.Tensor, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x, kernels)
@@ -212,6 +226,21 @@ def moe(
     if norm is None:
         return triton_moe.combine(parts, weights, place=place)
     return triton_moe.combine(parts, weights, place=place, residual=residual, norm_weight=norm.weight, eps=norm.eps)
+
+
+def moe_step(residual: torch.Tensor, config: MoEConfig, packed: _Packed, norm: RMSNorm, kernels: Kernels) -> torch.Tensor:
+    """residual [N, hidden] + the mixture of its norm; the norm is taken on the way, by the router and by the experts."""
+    from omni_bus.stages.ar import triton_moe
+
+    weights, chosen = triton_moe.route(
+        norm_linear(residual, norm.weight, norm.eps, packed.router, kernels=kernels),
+        experts=config.experts,
+        top_k=config.top_k,
+        shared=packed.shared,
+        normalise=config.norm_topk_prob,
+    )
+    parts = triton_moe.experts(residual, chosen, packed.gate_up, packed.down, norm_weight=norm.weight, eps=norm.eps)
+    return triton_moe.combine(parts, weights, residual=residual)[0]
 
 
 def moe_plain(x: torch.Tensor, module: MoE, packed: _Packed) -> torch.Tensor:

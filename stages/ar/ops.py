@@ -15,8 +15,17 @@ import torch.nn.functional as F
 Kernels = Literal["auto", "torch"]
 
 
+# Up to here a step is bound by its weights, and its linear layers take in what stands before and behind them.
+STEP_ROWS = 16
+
+
 def use_triton(x: torch.Tensor, kernels: Kernels) -> bool:
     return kernels == "auto" and x.is_cuda
+
+
+def use_step_form(x: torch.Tensor, kernels: Kernels) -> bool:
+    """For x [N, …]: whether N is few enough for the linear layers of a decode step."""
+    return use_triton(x, kernels) and 0 < len(x) <= STEP_ROWS
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels = "auto") -> torch.Tensor:
@@ -109,3 +118,34 @@ def silu_mul(gate_up: torch.Tensor, kernels: Kernels = "auto") -> torch.Tensor:
 def silu_mul_plain(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    kernels: Kernels = "auto",
+) -> torch.Tensor:
+    """x [N, inputs] → the linear layer of its RMS norm, [N, outputs]. Gated: weight [2 * outputs, inputs] has gates before ups, and the
+    result is silu(gate) * up. The kernel is for the few rows of a decode step."""
+    if use_step_form(x, kernels):
+        from omni_bus.stages.ar import triton_linear
+
+        return triton_linear.linear(x.contiguous(), weight, bias=bias, norm_weight=norm_weight, eps=eps, gated=gated)
+    out = F.linear(rms_norm(x, norm_weight, eps, kernels), weight, bias)
+    return silu_mul(out, kernels) if gated else out
+
+
+def linear_add(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, kernels: Kernels = "auto"
+) -> torch.Tensor:
+    """residual [N, outputs] + the linear layer of x [N, inputs]. The kernel is for the few rows of a decode step."""
+    if use_step_form(x, kernels):
+        from omni_bus.stages.ar import triton_linear
+
+        return triton_linear.linear(x.contiguous(), weight, bias=bias, residual=residual.contiguous())
+    return residual + F.linear(x, weight, bias)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from omni_bus.stages.ar.triton_layers import norm_warps, scaled_root
+from omni_bus.stages.ar.triton_linear import depth_block
 
 DIRECT_TOKENS = 2  # up to here each pair is computed by itself
 _ALIGN_CHUNK = 1024
@@ -107,17 +108,20 @@ def _align_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
+    norm_ptr,
     weight_ptr,
     out_ptr,
     pair_ptr,
     expert_ptr,
     pairs,
+    eps,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     block = tl.program_id(1)
     expert = tl.load(expert_ptr + block)
@@ -134,6 +138,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     up_at = gate_at + INTER * HIDDEN
     gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
     for begin in range(0, HIDDEN, BLOCK_K):
         if HIDDEN % BLOCK_K == 0:
             x = tl.load(x_at + begin, mask=valid[:, None], other=0.0)
@@ -144,8 +149,17 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(x_at + begin, mask=valid[:, None] & inside[None, :], other=0.0)
             gate_weight = tl.load(gate_at + begin, mask=inside[:, None], other=0.0)
             up_weight = tl.load(up_at + begin, mask=inside[:, None], other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            scale = tl.load(norm_ptr + begin + depth, mask=begin + depth < HIDDEN, other=0.0).to(tl.float32)
+            x = (wide * scale[None, :]).to(out_ptr.dtype.element_ty)
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
         up = tl.dot(x, up_weight, up, input_precision="ieee")
+    if NORM:
+        root = tl.rsqrt(squares / HIDDEN + eps)[:, None]
+        gate = gate * root
+        up = up * root
     out = gate / (1.0 + tl.exp(-gate)) * up
     out_at = out_ptr + pair.to(tl.int64)[:, None] * INTER + column[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (column < INTER)[None, :])
@@ -194,14 +208,17 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
+    norm_ptr,
     weight_ptr,
     out_ptr,
     chosen_ptr,
+    eps,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     pair = tl.program_id(1)
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
@@ -213,6 +230,7 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
     up_at = gate_at + INTER * HIDDEN
     gates = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     ups = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_K], dtype=tl.float32)
     for begin in tl.static_range(0, HIDDEN, BLOCK_K):
         if HIDDEN % BLOCK_K == 0:
             gate_weight = tl.load(gate_at + begin)
@@ -223,11 +241,19 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
             gate_weight = tl.load(gate_at + begin, mask=inside[None, :], other=0.0)
             up_weight = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
             x = tl.load(x_at + begin, mask=inside, other=0.0)
-        wide = x.to(tl.float32)[None, :]
-        gates += gate_weight.to(tl.float32) * wide
-        ups += up_weight.to(tl.float32) * wide
+        wide = x.to(tl.float32)
+        if NORM:
+            squares += wide * wide
+            wide = wide * tl.load(norm_ptr + begin + depth, mask=begin + depth < HIDDEN, other=0.0).to(tl.float32)
+        gates += gate_weight.to(tl.float32) * wide[None, :]
+        ups += up_weight.to(tl.float32) * wide[None, :]
     gate = tl.sum(gates, 1)
-    out = gate / (1.0 + tl.exp(-gate)) * tl.sum(ups, 1)
+    up = tl.sum(ups, 1)
+    if NORM:
+        root = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
+        gate = gate * root
+        up = up * root
+    out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + pair.to(tl.int64) * INTER + column, out.to(out_ptr.dtype.element_ty), mask=column < INTER)
 
 
@@ -277,6 +303,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     PLACED: tl.constexpr,
+    ADD: tl.constexpr,
     NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -293,10 +320,11 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(weights_ptr + pair).to(tl.float32) * part.to(tl.float32)
     at = token * HIDDEN + column
     value = total.to(dtype)
-    if NORM:
+    if ADD:
         residual = tl.load(residual_ptr + at, mask=mask, other=0.0)
-        weight = tl.load(norm_ptr + column, mask=mask, other=0.0)
         value = (value.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    if NORM:
+        weight = tl.load(norm_ptr + column, mask=mask, other=0.0)
         tl.store(sum_ptr + at, value, mask=mask)
         value = scaled_root(value.to(tl.float32), weight, eps, HIDDEN, dtype).to(dtype)
     tl.store(out_ptr + at, value, mask=mask)
@@ -349,9 +377,17 @@ def align(chosen: torch.Tensor, *, groups: int, block_m: int) -> tuple[torch.Ten
     return pair_table, expert_table
 
 
-def experts(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
     """x [N, hidden], numbers int32 [N, slots], gate_up [groups, 2 * inter, hidden], down [groups, hidden, inter] → each pair's expert
-    output, not yet weighted, [N * slots, hidden]."""
+    output, not yet weighted, [N * slots, hidden]. With norm_weight [hidden]: of the normalised x, as triton_linear does it."""
     tokens, slots = chosen.shape
     groups, hidden, inter = down.shape
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -361,10 +397,12 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: 
     pairs = tokens * slots
     inner = x.new_empty(pairs, inter)
     out = x.new_empty(pairs, hidden)
+    normed = norm_weight is not None
+    scale = x if norm_weight is None else norm_weight
     if tokens <= DIRECT_TOKENS:
         depth = depth_block(hidden, 512)
         _gate_up_direct_kernel[(triton.cdiv(inter, 8), pairs)](
-            x, gate_up, inner, chosen, hidden, inter, slots, 8, depth, num_warps=4
+            x, scale, gate_up, inner, chosen, eps, hidden, inter, slots, 8, depth, normed, num_warps=4
         )
         depth = depth_block(inter, 256)
         _down_direct_kernel[(triton.cdiv(hidden, 16), pairs)](inner, down, out, chosen, hidden, inter, 16, depth, num_warps=4)
@@ -374,17 +412,20 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: 
     blocks = len(expert_table)
     _gate_up_kernel[(triton.cdiv(inter, first.columns), blocks)](
         x,
+        scale,
         gate_up,
         inner,
         pair_table,
         expert_table,
         pairs,
+        eps,
         hidden,
         inter,
         slots,
         block_m,
         first.columns,
         depth_block(hidden, first.depth),
+        normed,
         num_warps=first.warps,
         num_stages=first.stages,
     )
@@ -417,16 +458,15 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum over a token's pairs: parts [N * slots, hidden], weights [N, slots]; pair p is row place[p] of parts, or row p.
 
-    With residual [N, hidden] and norm_weight [hidden]: (norm of residual + sum, residual + sum); without: the sum, twice.
+    With residual [N, hidden] and norm_weight [hidden]: (norm of residual + sum, residual + sum); without a norm: the sum, with the
+    residual if there is one, twice.
     """
     tokens, slots = weights.shape
     hidden = parts.shape[1]
-    assert parts.is_contiguous() and weights.is_contiguous() and (residual is None) == (norm_weight is None)
+    assert parts.is_contiguous() and weights.is_contiguous() and (norm_weight is None or residual is not None)
     out = parts.new_empty(tokens, hidden)
-    total = out
-    if residual is not None:
-        assert residual.is_contiguous() and residual.shape == out.shape
-        total = torch.empty_like(out)
+    assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
+    total = out if norm_weight is None else torch.empty_like(out)
     block = triton.next_power_of_2(hidden)
     _combine_kernel[(tokens,)](
         parts,
@@ -442,6 +482,7 @@ def combine(
         slots,
         place is not None,
         residual is not None,
+        norm_weight is not None,
         num_warps=norm_warps(block),
     )
     return out, total
@@ -458,10 +499,3 @@ def tiles(tokens: int, slots: int, groups: int, dtype: torch.dtype) -> tuple[int
     if mean <= 28:
         return 32, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4)
     return 64, Tiles(64, 64, 4, 4), Tiles(128, 64, 4, 4)
-
-
-def depth_block(size: int, most: int) -> int:
-    """The depth of a tile over a dimension of `size`: the largest power of two from 16 to `most` that divides it, if one of at least
-    64 does; otherwise one that is masked at the end."""
-    whole = min(most, size & -size)
-    return whole if whole >= min(64, most) else min(most, max(16, triton.next_power_of_2(size)))
