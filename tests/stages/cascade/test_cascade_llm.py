@@ -174,6 +174,6 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(packages.PACKAGES, "no_such_package_here", ("'no-such-package==1'", ""))
     with pytest.raises(CheckpointError, match="pip install 'no-such-package==1'"):
-        check_packages("")
+        check_packages("", {})
     with pytest.raises(CheckpointError, match=r"leave model\.path out"):
-        check_packages("/some/where")
+        check_packages("/some/where", {})
