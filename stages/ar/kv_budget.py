@@ -18,6 +18,7 @@ def kv_bytes(ctx: StageContext, options: AROptions, device: torch.device) -> int
         return options.kv_memory_mb << 20
     if device.type != "cuda":
         return CPU_STATE_BYTES if ctx.state_bytes is None else ctx.state_bytes
+    torch.cuda.empty_cache()  # what the loading has left cached counts as used otherwise, for this process and for others
     free, _ = torch.cuda.mem_get_info(device)
     room = max(0, free - GRAPH_MARGIN_BYTES)
     return room if ctx.state_bytes is None else min(room, ctx.state_bytes)
