@@ -118,7 +118,7 @@ class FollowingProgram:
             row.append_text(embeds=self.table[row.output_ids[-1:]] + row.data.pop(0))
 
 
-def make_stage(reference, **options: int) -> tuple[ARStage, FollowingProgram]:
+def make_stage(reference, **options: int | str) -> tuple[ARStage, FollowingProgram]:
     program = FollowingProgram(reference)
     stage = ARStage(program)
     config = StageConfig(devices=("cpu",), options={"block_size": 4, **options})
@@ -242,3 +242,9 @@ def test_cancel_releases_a_waiting_row_at_once(reference):
     assert stage.stats().kv_blocks_used > 0
     stage.cancel(0)
     assert stage.stats().kv_blocks_used == 0 and program.released == [0] and not stage.has_work()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_option_kernels_reaches_the_decoder(reference, kernels):
+    _, program = make_stage(reference, kernels=kernels)
+    assert program.decoder.kernels == kernels
