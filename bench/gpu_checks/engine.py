@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from omni_bus.deployment import StageConfig
 from omni_bus.events import RequestOptions
 from omni_bus.sampling import SamplingParams
-from omni_bus.stages.ar.attention import DecodeAttention
+from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention, Span
 from omni_bus.stages.ar.causal_lm import PromptIds
 from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.mlp import DenseConfig, MoEConfig
 from omni_bus.stages.ar.program import Row, StepTensors
+from omni_bus.stages.ar.prompt_graphs import PromptAttention
 from omni_bus.stages.ar.stage import ARStage
 from omni_bus.stages.contract import Chunk, StageContext, StageError, StageRequest
 
@@ -37,6 +38,9 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, shape in SHAPES.items():
         for dtype in TOLERANCE:
             yield f"attention {name} {str(dtype)[6:]}", functools.partial(_attention, shape, dtype)
+    for name, shape in SHAPES.items():
+        for dtype in TOLERANCE:
+            yield f"prompt attention {name} {str(dtype)[6:]}", functools.partial(_prompts, shape, dtype)
     for attention in ("torch", "triton"):
         for experts in (0, 8):
             yield f"decode by graphs, attention {attention}, {experts} experts", functools.partial(_decode, attention, experts)
@@ -92,16 +96,67 @@ def _attention(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
                 form.begin(slots, on_device)
                 results.append(form.attend(0, query, key, value).float())
                 written.append((keys.clone(), values.clone()))
-            error = (results[0] - results[1]).abs().max().item()
+            error = _error(results[1], results[0])
             assert error <= TOLERANCE[dtype], f"batch {batch}, lengths {lengths[:6]}: differs by {error:.2e}"
             for plain, fused in zip(*written, strict=True):
                 assert torch.equal(plain, fused), f"batch {batch}, lengths {lengths[:6]}: the cache differs"
             worst = max(worst, error)
             if batch in (1, 16, 64) and lengths[0] == lengths[-1] and lengths[0] in (700, 4097):
                 form = forms[1]
-                spent = _graph_time(lambda form=form, q=query, k=key, v=value: form.attend(0, q, k, v))  # type: ignore[misc]
+                spent = _graph_time(functools.partial(form.attend, 0, query, key, value))
                 figures.append(f"{batch}x{lengths[0]}: {spent * 1e6:.1f}")
     return f"error {worst:.1e}; µs, rows x positions: " + ", ".join(figures)
+
+
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result - expected).abs() / (1 + expected.abs())).max().item()
+
+
+def _prompts(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
+    """Beginnings of prompts, later pieces and single positions in one batch against the same in float32 on the CPU; whole prompts
+    by the form that graphs hold as well."""
+    heads, kv_heads, head_dim = shape
+    config, size = _config(*shape), 16
+    generator = torch.Generator().manual_seed(2)
+    begins = [Span([1, 2, 3], 0, 40), Span([4, 5], 0, 17), Span([13], 0, 1)]
+    mixed = [*begins, Span([6, 7, 8, 9], 30, 33), Span([10, 11], 31, 1), Span([12], 0, 2)]
+    caches = [KVCache(config, blocks=16, block_size=size, dtype=torch.float32, device="cpu")]
+    for tensor in caches[0].layer(0):
+        tensor[size:] = torch.randn(tensor[size:].shape, generator=generator).to(dtype)
+    for _ in range(2):
+        caches.append(KVCache(config, blocks=16, block_size=size, dtype=dtype, device=CUDA))
+        for source, target in zip(caches[0].layer(0), caches[-1].layer(0), strict=True):
+            target.copy_(source)
+    worst = 0.0
+    for spans in (mixed, begins):
+        tokens = sum(span.count for span in spans)
+        packed = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
+        plain = PagedAttention(config, caches[0])
+        plain.plan(spans)
+        expected = plain.attend(0, *torch.split(packed.float(), [heads, kv_heads, kv_heads], dim=1))
+        parts = torch.split(packed.to(CUDA), [heads, kv_heads, kv_heads], dim=1)
+        paged = PagedAttention(config, caches[1])
+        paged.plan(spans)
+        results = [paged.attend(0, *parts)]
+        if spans is begins:
+            fixed = PromptAttention(config, caches[2])
+            slots = torch.cat([caches[2].slots(span.blocks, span.count) for span in spans]).to(CUDA)
+            numbers = torch.repeat_interleave(torch.tensor([span.count for span in spans])).to(CUDA)
+            fixed.begin(slots, numbers, dtype)
+            results.append(fixed.attend(0, *parts))
+        for result in results:
+            error = _error(result.float().cpu(), expected)
+            assert error <= TOLERANCE[dtype], f"{len(spans)} spans: differs by {error:.2e}"
+            worst = max(worst, error)
+    figures = []
+    for tokens in (128, 512):
+        cache = KVCache(config, blocks=64, block_size=size, dtype=dtype, device=CUDA)
+        fixed = PromptAttention(config, cache)
+        fixed.begin(torch.arange(tokens, device=CUDA), torch.zeros(tokens, dtype=torch.int64, device=CUDA), dtype)
+        packed = torch.randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=CUDA)
+        parts = torch.split(packed, [heads, kv_heads, kv_heads], dim=1)
+        figures.append(f"{tokens}: {_graph_time(functools.partial(fixed.attend, 0, *parts)) * 1e6:.1f}")
+    return f"error {worst:.1e}; µs, positions: " + ", ".join(figures)
 
 
 def _graph_time(call: Callable[[], object], repeats: int = 20) -> float:
