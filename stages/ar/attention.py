@@ -195,7 +195,7 @@ class PagedAttention:
             values.index_select(0, slots).transpose(0, 1)[None],
             attn_mask=piece.mask,
         )
-        return attended.view(heads, count, head_dim).transpose(0, 1)
+        return attended.reshape(heads, count, head_dim).transpose(0, 1)
 
 
 class DecodeAttention:
@@ -310,4 +310,4 @@ class ContiguousAttention:
             values,
             attn_mask=mask,
         )
-        return attended.view(rows, heads, count, head_dim).transpose(1, 2).reshape(tokens, heads, head_dim)
+        return attended.reshape(rows, heads, count, head_dim).transpose(1, 2).reshape(tokens, heads, head_dim)

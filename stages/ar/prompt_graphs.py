@@ -53,7 +53,7 @@ class PromptAttention:
             value.transpose(0, 1)[None],
             attn_mask=self._mask,
         )
-        return attended.view(heads, count, head_dim).transpose(0, 1)
+        return attended.reshape(heads, count, head_dim).transpose(0, 1)
 
 
 @dataclasses.dataclass(slots=True)
