@@ -1,19 +1,25 @@
-"""`python -m omni_bus.api RUN_DIR INDEX`: one API process of a running server. Ends in order on SIGTERM or SIGINT."""
+"""`python -m omni_bus.api RUN_DIR INDEX DESCRIPTOR`: one API process of a running server. Ends in order on SIGTERM or SIGINT.
+
+DESCRIPTOR is the pipe to whoever started it: it gets one byte when the process listens.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import os
 import pathlib
 import signal
 import sys
+from collections.abc import Callable
 
 import uvloop
 from aiohttp import web
 
 from omni_bus.api.app import create_app, create_runner
 from omni_bus.api.bus import Bus
+from omni_bus.api.metrics import Metrics, share_metrics
 from omni_bus.client import BusClient
 from omni_bus.deployment import RunDir
 from omni_bus.errors import OmniBusError
@@ -21,8 +27,8 @@ from omni_bus.process import die_with_parent
 from omni_bus.spec import load_pipeline
 
 
-async def serve(run_dir: RunDir) -> None:
-    """Until a signal asks to end."""
+async def serve(run_dir: RunDir, index: int, listening: Callable[[], None]) -> None:
+    """Until a signal asks to end. `listening` is called once."""
     deployment = run_dir.read()
     pipeline = load_pipeline(deployment.model.pipeline)
 
@@ -32,7 +38,9 @@ async def serve(run_dir: RunDir) -> None:
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
-    app = create_app(deployment, pipeline, connect)
+    if deployment.api.processes > 1:
+        share_metrics(run_dir.metrics, index)
+    app = create_app(deployment, pipeline, connect, Metrics(run_dir.metrics if deployment.api.processes > 1 else None))
     runner = create_runner(app)
     await runner.setup()
     gc.collect()
@@ -40,22 +48,28 @@ async def serve(run_dir: RunDir) -> None:
     try:
         api = deployment.api
         await web.TCPSite(runner, api.host, api.port, reuse_port=api.processes > 1).start()
+        listening()
         await ending.wait()
     finally:
         await runner.cleanup()
 
 
 def main(arguments: list[str]) -> int:
-    run_dir, index = RunDir(pathlib.Path(arguments[0])), int(arguments[1])
+    run_dir, index, pipe = RunDir(pathlib.Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s api.{index} %(levelname)s %(name)s: %(message)s")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(run_dir))
+            runner.run(serve(run_dir, index, lambda: _tell(pipe)))
     except (OmniBusError, OSError) as error:
         print(f"api.{index}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _tell(pipe: int) -> None:
+    os.write(pipe, b"+")
+    os.close(pipe)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from aiohttp import web
 from omni_bus.api import chat, models, status
 from omni_bus.api.auth import API_KEYS, ApiKeys, require_key
 from omni_bus.api.bus import Bus
+from omni_bus.api.client_limit import LIMIT, ClientLimit, limit_requests
 from omni_bus.api.cors import add_cors_headers, preflight
 from omni_bus.api.errors_render import render_errors
 from omni_bus.api.http_log import http_log
@@ -28,16 +29,19 @@ SHUTDOWN_S = 2.0  # for running answers, once no new ones are taken
 THREAD_COUNT = 4  # media decoding, encoding and the parsing of large bodies
 
 
-def create_app(deployment: Deployment, pipeline: PipelineSpec, connect: Callable[[], Awaitable[Bus]]) -> web.Application:
+def create_app(
+    deployment: Deployment, pipeline: PipelineSpec, connect: Callable[[], Awaitable[Bus]], metrics: Metrics
+) -> web.Application:
     """Raises ConfigError for a key file that cannot be used. `connect` is called once, when the server starts."""
     app = web.Application(
-        middlewares=[in_context, render_errors, preflight, require_key], client_max_size=deployment.api.max_body_mb * 2**20
+        middlewares=[in_context, render_errors, preflight, require_key, limit_requests],
+        client_max_size=deployment.api.max_body_mb * 2**20,
     )
-    metrics = Metrics()
     app[CONFIG] = deployment.api
     app[MODEL] = ServedModel.of(deployment, pipeline)
     app[METRICS] = metrics
     app[INTAKE] = Intake(deployment.api.max_body_mb * 2**20)
+    app[LIMIT] = ClientLimit(deployment.api.max_requests_per_client)
     app[LAG] = LoopLag(metrics.lagged, lambda: metrics.in_flight)
     if deployment.api.api_keys_file:
         app[API_KEYS] = ApiKeys.read(pathlib.Path(deployment.api.api_keys_file))

@@ -9,6 +9,7 @@ import pathlib
 from aiohttp import web
 
 from omni_bus.api.errors_render import Handler
+from omni_bus.api.keys import CLIENT
 from omni_bus.errors import ConfigError, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # asked by load balancers, tell nothing
@@ -32,7 +33,8 @@ class ApiKeys:
             raise ConfigError("api.api_keys_file holds no key: put one on each line, or remove the setting")
         return cls(keys)
 
-    def check(self, authorization: str | None) -> None:
+    def check(self, authorization: str | None) -> int:
+        """Returns which key it is. Raises Unauthorized."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.casefold() != "bearer" or not key.strip():
             raise Unauthorized("send an API key: Authorization: Bearer KEY")
@@ -40,6 +42,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them: the time tells nothing
         if not any(matches):
             raise Unauthorized("this API key is not known here")
+        return matches.index(True)
 
 
 def _digest(key: str) -> bytes:
@@ -52,5 +55,5 @@ API_KEYS = web.AppKey("api_keys", ApiKeys)
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     if API_KEYS in request.app and request.path not in OPEN_PATHS:
-        request.app[API_KEYS].check(request.headers.get("Authorization"))
+        request[CLIENT] = f"key {request.app[API_KEYS].check(request.headers.get('Authorization'))}"
     return await handler(request)

@@ -25,5 +25,6 @@ FETCHER = web.AppKey("fetcher", MediaFetcher)
 
 REQUEST_ID = web.RequestKey("request_id", str)  # ours: also the label at the broker and the X-Request-Id of the answer
 LABEL = web.RequestKey("label", str)  # what the client calls it, for the log only
+CLIENT = web.RequestKey("client", str)  # which of the keys it came with; absent where there are no keys
 ARRIVAL = web.RequestKey("arrival", float)  # time.monotonic()
 OUTCOME = web.RequestKey("outcome", int)  # of a streamed answer that ended badly: the status it would have had

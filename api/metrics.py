@@ -6,11 +6,13 @@ Labels come from the pipeline and from fixed lists, never from a client, so that
 from __future__ import annotations
 
 import collections
+import pathlib
 import statistics
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
 from omni_bus import errors
@@ -31,15 +33,30 @@ def _error_codes(cls: type[errors.OmniBusError]) -> set[str]:
     return {cls.code}.union(*(_error_codes(child) for child in cls.__subclasses__()))
 
 
-class Metrics:
-    """One API process's metrics, with the bus's own as of the last `bus_status`."""
+def share_metrics(directory: pathlib.Path, index: int) -> None:
+    """Have the metrics that are made from now on live in files of `directory`, where the other API processes find them.
 
-    def __init__(self) -> None:
+    For a process that was started with PROMETHEUS_MULTIPROC_DIR set to that directory. The files are named by the process's index, not
+    its pid: one that was started again goes on with the counts of the one before, and the directory does not grow.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    mark_process_dead(index, str(directory))  # type: ignore[no-untyped-call]  # what it had in flight is gone with it
+    values.ValueClass = values.MultiProcessValue(lambda: index)  # type: ignore[no-untyped-call]
+
+
+class Metrics:
+    """One API process's metrics; with `directory`, its own and those of all others that share it (`share_metrics`)."""
+
+    def __init__(self, directory: pathlib.Path | None = None) -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self.in_flight = 0  # read by the lag's timer; the gauge is for scrapes
-        self._in_flight = Gauge("omni_bus_requests_in_flight", "Requests being answered.", registry=registry)
-        self._in_flight.set_function(lambda: self.in_flight)
+        if directory is not None:
+            self._registry = CollectorRegistry()
+            MultiProcessCollector(self._registry, str(directory))  # type: ignore[no-untyped-call]
+        self.in_flight = 0  # in this process: read by the lag's timer; the gauge is for scrapes
+        self._in_flight = Gauge(
+            "omni_bus_requests_in_flight", "Requests being answered.", registry=registry, multiprocess_mode="livesum"
+        )
         self._requests = Counter("omni_bus_requests", "Answers by route and status.", ["route", "status"], registry=registry)
         self._failures = Counter("omni_bus_failures", "Failed requests by error code.", ["code"], registry=registry)
         self.cancels = Counter("omni_bus_cancels", "Requests whose client went away.", registry=registry)
@@ -73,20 +90,31 @@ class Metrics:
         self._lag = Histogram(
             "omni_bus_event_loop_lag_seconds", "Lateness of the event loop's timers.", buckets=_LAG_SECONDS, registry=registry
         )
-        self._worst_lag = Gauge("omni_bus_event_loop_lag_worst_seconds", "The worst of them since start.", registry=registry)
+        self._worst_lag = Gauge(
+            "omni_bus_event_loop_lag_worst_seconds",
+            "The worst of them since start.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
         self._worst_held = Gauge(
             "omni_bus_event_loop_held_worst_seconds",
             "The worst lateness since start, less what the loop's thread spent waiting for a processor.",
             registry=registry,
+            multiprocess_mode="livemax",
         )
         self._worst = self._held = 0.0
         self._recent = {name: collections.deque[float](maxlen=RECENT) for name in ("ttfp_s", "rtf")}
         self._codes = _error_codes(errors.OmniBusError)
-        self._bus = _BusCollector()
-        registry.register(self._bus)
+
+    def arrived(self) -> None:
+        """A request, which will be `answered`."""
+        self.in_flight += 1
+        self._in_flight.inc()
 
     def answered(self, route: str, status: int) -> None:
         """`route` is a route's own pattern, not the path that was asked."""
+        self.in_flight -= 1
+        self._in_flight.dec()
         self._requests.labels(route, str(status)).inc()
 
     def failed(self, code: str) -> None:
@@ -115,20 +143,18 @@ class Metrics:
             self._held = held
             self._worst_held.set(held)
 
-    def bus_status(self, status: Status | None) -> None:
-        """None: the broker does not answer."""
-        self._bus.status = status
-
-    def text(self) -> bytes:
-        """The Prometheus text format."""
-        return generate_latest(self._registry)
+    def text(self, status: Status | None) -> bytes:
+        """The Prometheus text format, with the bus's own figures; None: the broker does not answer."""
+        bus = CollectorRegistry()
+        bus.register(_BusCollector(status))
+        return generate_latest(self._registry) + generate_latest(bus)
 
 
 class _BusCollector(Collector):
     """The broker's and the workers' figures, as they stood when the scrape asked for them."""
 
-    def __init__(self) -> None:
-        self.status: Status | None = None
+    def __init__(self, status: Status | None) -> None:
+        self.status = status
 
     def describe(self) -> Iterable[Metric]:
         return ()  # the names depend on nothing, but their labels on what runs
@@ -183,6 +209,10 @@ class _BusCollector(Collector):
                 for key, total in totals.items():
                     edge, _, connector = key.partition("|")
                     family.add_metric([edge, connector, replica.worker], total)
+        for key, total in self.status.edge_bytes.items():  # of the edge on which the clients are the senders
+            edge, _, connector = key.partition("|")
+            chunks.add_metric([edge, connector, CLIENT], self.status.edge_chunks[edge])
+            sent.add_metric([edge, connector, CLIENT], total)
         requests = GaugeMetricFamily("omni_bus_broker_requests", "Requests at the broker by state.", labels=["state"])
         for state, count in self.status.requests.items():
             requests.add_metric([state], count)
@@ -193,7 +223,3 @@ class _BusCollector(Collector):
         for edge, count in self.status.edge_chunks.items():
             edge_chunks.add_metric([edge], count)
         yield from (ready, *gauges.values(), steps, busy, restarts, chunks, sent, requests, ended, edge_chunks)
-        for key, total in self.status.edge_bytes.items():  # of the edge on which the clients are the senders
-            edge, _, connector = key.partition("|")
-            chunks.add_metric([edge, connector, CLIENT], self.status.edge_chunks[edge])
-            sent.add_metric([edge, connector, CLIENT], total)

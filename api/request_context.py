@@ -33,7 +33,7 @@ async def in_context(request: web.Request, handler: Handler) -> web.StreamRespon
     request[ARRIVAL] = time.monotonic()
     request[REQUEST_ID] = f"req-{secrets.token_hex(12)}"
     request[LABEL] = _NOT_LABEL.sub("", request.headers.get("X-Request-Id", ""))[:64]
-    metrics.in_flight += 1
+    metrics.arrived()
     request.app[LAG].wake()
     status = Cancelled.status  # unless an answer says otherwise, the client went away
     try:
@@ -41,7 +41,6 @@ async def in_context(request: web.Request, handler: Handler) -> web.StreamRespon
         status = request.get(OUTCOME, response.status)
         return response
     finally:
-        metrics.in_flight -= 1
         if status == Cancelled.status:
             metrics.cancels.inc()
         resource = request.match_info.route.resource

@@ -8,7 +8,7 @@ import pathlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from omni_bus.process import die_with_parent
 
@@ -34,6 +34,7 @@ class Child:
         self._deaths = 0
         self._born = 0.0
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: int | None = None  # our end, until the process has said that it is ready, or ended
         self._gone = asyncio.Event()
         self._gone.set()
 
@@ -41,23 +42,36 @@ class Child:
     def alive(self) -> bool:
         return self._process is not None
 
-    def start(self, command: Sequence[str]) -> None:
+    def start(
+        self,
+        command: Sequence[str],
+        on_ready: Callable[[], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """With `on_ready` the command gets one more argument: the descriptor of a pipe into which it writes a byte when it is ready.
+
+        `environment` is the process's instead of ours.
+        """
         assert not self.alive
         self.incarnation += 1
         self.ready = self.expected = False
         self._gone.clear()
         self._born = time.monotonic()
+        inherited = () if on_ready is None else (self._open_pipe(on_ready),)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                command,
+                [*command, *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
                 # From its first instruction on: a process that still imports torch has not yet come to ask for it itself.
                 preexec_fn=die_with_parent,
+                pass_fds=inherited,
             )
+        for descriptor in inherited:
+            os.close(descriptor)
         self.pid = self._process.pid
         descriptor = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(descriptor, self._reap, self._process, descriptor)
@@ -82,10 +96,30 @@ class Child:
             lines = log.read().decode(errors="replace").splitlines()
         return [line.rstrip() for line in lines if line.strip()][-count:]
 
+    def _open_pipe(self, on_ready: Callable[[], None]) -> int:
+        """Returns the process's end."""
+        self._pipe, theirs = os.pipe()
+        asyncio.get_running_loop().add_reader(self._pipe, self._heard, self._pipe, on_ready)
+        return theirs
+
+    def _heard(self, pipe: int, on_ready: Callable[[], None]) -> None:
+        said = os.read(pipe, 1)
+        self._close_pipe()
+        if said:  # otherwise it has ended, which `_reap` is told of
+            self.ready = True
+            on_ready()
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            asyncio.get_running_loop().remove_reader(self._pipe)
+            os.close(self._pipe)
+            self._pipe = None
+
     def _reap(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
         code = process.wait()
+        self._close_pipe()
         self._process = None
         if not self.expected:
             self.early_deaths = 0 if self.ready else self.early_deaths + 1

@@ -34,6 +34,7 @@ RULES: dict[str, Rule] = {
     "api.host": (bool, "a host name or address"),
     "api.port": (lambda port: 1 <= port <= 65535, "from 1 to 65535"),
     "api.processes": (lambda count: 1 <= count <= 64, "from 1 to 64"),
+    "api.max_requests_per_client": (lambda count: 0 <= count <= 1_000_000, "from 0 (no limit) to 1000000"),
     "api.max_body_mb": (lambda size: 1 <= size <= 4096, "from 1 to 4096"),
     "api.deadline_s": (lambda seconds: 0 < seconds <= 86400, "above 0 and up to 86400"),
     "bus.max_requests": (lambda count: 1 <= count <= 1_000_000, "from 1 to 1000000"),

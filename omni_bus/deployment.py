@@ -26,6 +26,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     port: int = 8091
     processes: int = 1
     api_keys_file: str = ""  # one key per line; absent = open, loopback only
+    max_requests_per_client: int = 0  # in flight in one API process for a key, or an address where there are none; 0 = any
     max_body_mb: int = 64
     deadline_s: float = 300.0  # of a request that does not say one
     media_hosts: tuple[str, ...] = ()  # hosts media URLs may name; empty = any public one
@@ -109,6 +110,11 @@ class RunDir:
 
     def log(self, process: str) -> pathlib.Path:
         return self.path / f"{process}.log"
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        """Where several API processes keep their metrics, each in files of its own."""
+        return self.path / "metrics"
 
     def write(self, deployment: Deployment) -> None:
         (self.path / "deployment.json").write_bytes(msgspec.json.encode(deployment))

@@ -206,9 +206,9 @@ class Status(Event, frozen=True, kw_only=True):
     requests: dict[str, int]  # request state → how many now
     ended: dict[str, int]  # "done", "cancelled", "failed:<code>" → how many since start
     edge_chunks: dict[str, int] = {}
+    edge_bytes: dict[str, int] = {}  # "edge|connector" → bytes of the edge that no worker sends on: the entry edge
     uptime_s: float = 0.0
 
-    edge_bytes: dict[str, int] = {}  # "edge|connector" → bytes of the edge that no worker sends on: the entry edge
 
 # ---- both directions between client/worker and broker
 

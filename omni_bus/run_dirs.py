@@ -48,7 +48,9 @@ def clear_run_dir(run_dir: RunDir, *, keep_logs: bool) -> None:
         shutil.rmtree(run_dir.path, ignore_errors=True)
         return
     for entry in run_dir.path.iterdir():
-        if entry.suffix != ".log":
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.suffix != ".log":
             entry.unlink()
 
 

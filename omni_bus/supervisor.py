@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 import signal
 import socket
 import sys
@@ -27,6 +27,7 @@ ASKED_S = 2.5
 TOLD_S = 3.5
 BROKER_S = 0.7
 USER_ERROR = 2
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported
 
 
 class Supervisor:
@@ -41,7 +42,6 @@ class Supervisor:
         self._workers = [self._child(name) for name in deployment.workers()]
         self._apis = [self._child(f"api.{index}") for index in range(deployment.api.processes)]
         self._link: BrokerLink | None = None
-        self._listening = False
         self._stages_ready = False
         self._announced = False
         self._stopping = False
@@ -76,44 +76,36 @@ class Supervisor:
         return Child(name, self._run_dir.log(name), self._on_exit)
 
     def _start_all(self) -> None:
-        self._listening = self._stages_ready = False
+        self._stages_ready = False
         for child in self._children():
             self._start(child)
         self._link = BrokerLink(self._run_dir.broker, self._on_status)
-        self._spawn(self._await_api())
 
     def _start(self, child: Child) -> None:
         if child.alive or self._stopping:
             return
-        run_dir = str(self._run_dir.path)
+        python, run_dir = [sys.executable, "-m"], str(self._run_dir.path)
         if child is self._broker:
-            arguments = ["omni_bus.broker_main", run_dir]
+            child.start([*python, "omni_bus.broker_main", run_dir])
         elif child in self._workers:
-            arguments = ["omni_bus.workers", run_dir, child.name, str(child.incarnation)]
+            child.start([*python, "omni_bus.workers", run_dir, child.name, str(child.incarnation)])
         else:
-            arguments = ["omni_bus.api", run_dir, child.name.removeprefix("api.")]
-        child.start([sys.executable, "-m", *arguments])
+            child.start(
+                [*python, "omni_bus.api", run_dir, child.name.removeprefix("api.")], self._announce, self._api_environment()
+            )
         self._note(f"{child.name} started, pid {child.pid}")
+
+    def _api_environment(self) -> dict[str, str]:
+        """Several API processes answer scrapes for each other, from files that prometheus_client keeps in this directory."""
+        environment = {name: value for name, value in os.environ.items() if name != METRICS_VARIABLE}
+        if self._deployment.api.processes > 1:
+            environment[METRICS_VARIABLE] = str(self._run_dir.metrics)
+        return environment
 
     def _children(self) -> Iterable[Child]:
         return [self._broker, *self._workers, *self._apis]
 
     # ---- becoming ready
-
-    async def _await_api(self) -> None:
-        """Returns once the API listens. Only a start waits so: the kernel has no event for another process's listening."""
-        api = self._deployment.api
-        while not self._listening:
-            try:
-                _, writer = await asyncio.open_connection(api.host, api.port)
-            except OSError:
-                await asyncio.sleep(0.05)
-                continue
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-            self._listening = True
-        self._announce()
 
     def _on_status(self, status: Status) -> None:
         self._progress.show(status)
@@ -130,11 +122,10 @@ class Supervisor:
         self._announce()
 
     def _announce(self) -> None:
-        if not (self._stages_ready and self._listening and not self._stopping):
+        """Once every stage is ready and every API process listens."""
+        if self._stopping or not self._stages_ready or not all(api.ready for api in self._apis):
             return
         self._broker.ready = True
-        for api in self._apis:
-            api.ready = api.alive
         if not self._announced:
             self._announced = True
             self._progress.close()

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from omni_bus.api.app import create_app, create_runner
+from omni_bus.api.metrics import Metrics
 from omni_bus.deployment import ApiConfig, BusConfig, Deployment, ModelConfig
 from omni_bus.payloads import ChatInput
 from omni_bus.sampling import SamplingParams
@@ -82,7 +83,7 @@ async def start() -> AsyncIterator[StartServer]:
                 stages={},
                 edges={},
             )
-            app = create_app(deployment, pipeline(frozenset(input_kinds)), connect)
+            app = create_app(deployment, pipeline(frozenset(input_kinds)), connect, Metrics())
             runner = create_runner(app)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

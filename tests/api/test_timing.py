@@ -17,7 +17,7 @@ class Clock:
 
 
 def figure(metrics: Metrics, name: str) -> float:
-    lines = metrics.text().decode().splitlines()
+    lines = metrics.text(None).decode().splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == f"omni_bus_{name}")
 
 

@@ -9,7 +9,7 @@ import json
 import socket
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -264,3 +264,19 @@ def test_metrics_count_chunks_and_bytes_by_edge_and_connector(server: Server, cl
         assert metric(server, f"omni_bus_stage_batch{where}") >= 0 == metric(server, f"omni_bus_stage_queue{where}")
         assert metric(server, f"omni_bus_stage_steps_total{where}") >= 4
         assert metric(server, f"omni_bus_stage_busy_seconds_total{where}") > 0
+
+
+def test_a_client_over_its_limit_is_told_so_and_served_when_it_has_room(serve: Callable[..., Server]) -> None:
+    one_process = [f"stages.{stage}.process=all" for stage in ("source", "relay", "sink")]
+    server = serve("probe.toml", sets=[*FAULTS, *one_process, "api.max_requests_per_client=2"])
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        hanging = [send(server, messages=ask("!hang:source"), stream=True) for _ in range(2)]
+        eventually(lambda: open_requests(server) == 2, 10, "two are in flight")
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.chat.completions.create(model="probe", messages=ask("hi"))
+        assert refused.value.code == "rate_limit_exceeded" and refused.value.response.headers["Retry-After"] == "1"
+        assert open_requests(server) == 2, "it never came to the bus"
+        hanging.pop().close()
+        eventually(lambda: open_requests(server) == 1, 5, "one has gone")
+        assert client.chat.completions.create(model="probe", messages=ask("hi")).choices[0].message.content == "hi "
+        hanging.pop().close()

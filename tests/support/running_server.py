@@ -203,5 +203,5 @@ def _role(command: Sequence[str]) -> str:
     if "omni_bus.broker_main" in command:
         return "broker"
     if "omni_bus.api" in command:
-        return f"api.{command[-1]}"
+        return f"api.{command[command.index('omni_bus.api') + 2]}"
     return command[-2] if "omni_bus.workers" in command else " ".join(command)

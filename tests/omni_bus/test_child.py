@@ -1,0 +1,77 @@
+"""A child process says that it is ready through a pipe; one that ends before is not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+import sys
+
+from omni_bus.child import Child
+
+SAY = "import os, sys; sys.stdin.read(); os.write(int(sys.argv[1]), b'+')"
+READY, WAITS = f"{SAY}; import time; time.sleep(60)", "import time; time.sleep(60)"
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class Watched:
+    """A Child, and what it has told, in order."""
+
+    def __init__(self, log: pathlib.Path) -> None:
+        self.told: list[str] = []
+        self.ready = asyncio.Event()
+        self.child = Child("one", log, lambda child, code: self.told.append(f"exit {code}"))
+
+    def start(self, code: str) -> None:
+        self.child.start([sys.executable, "-c", code], self._ready)
+
+    def _ready(self) -> None:
+        self.told.append("ready")
+        self.ready.set()
+
+
+async def test_it_is_ready_when_it_says_so_and_not_before(tmp_path: pathlib.Path) -> None:
+    one, before = Watched(tmp_path / "log"), descriptors()
+    one.start(READY)
+    assert not one.child.ready
+    await asyncio.wait_for(one.ready.wait(), 30)
+    assert one.child.ready and one.child.alive
+    one.child.send_signal(9)
+    await one.child.gone()
+    assert one.told == ["ready", "exit -9"]
+    assert descriptors() == before
+
+
+async def test_one_that_ends_without_a_word_is_not_ready_and_its_next_life_may_be(tmp_path: pathlib.Path) -> None:
+    one, before = Watched(tmp_path / "log"), descriptors()
+    for code, status in (("", 0), ("raise SystemExit(3)", 3), ("import os, sys; os.close(int(sys.argv[1]))", 0)):
+        one.start(code)
+        await one.child.gone()
+        assert one.told.pop() == f"exit {status}" and not one.told
+        assert not one.child.ready
+    assert one.child.early_deaths == 3
+    one.start(READY)
+    await asyncio.wait_for(one.ready.wait(), 30)
+    one.child.send_signal(9)
+    await one.child.gone()
+    assert (one.told, one.child.early_deaths) == (["ready", "exit -9"], 0)
+    assert descriptors() == before
+
+
+async def test_the_pipe_is_closed_behind_one_that_was_killed_before_it_spoke(tmp_path: pathlib.Path) -> None:
+    one, before = Watched(tmp_path / "log"), descriptors()
+    one.start(WAITS)
+    one.child.send_signal(9)
+    await one.child.gone()
+    assert one.told == ["exit -9"]
+    assert descriptors() == before
+
+
+async def test_it_has_the_environment_that_it_is_given(tmp_path: pathlib.Path) -> None:
+    one = Watched(tmp_path / "log")
+    one.child.start([sys.executable, "-c", "import os; print(sorted(os.environ))"], environment={"ONLY": "1"})
+    await one.child.gone()
+    assert one.child.last_lines(1)[0].startswith("['LC_CTYPE', 'ONLY', 'PYTHONUNBUFFERED']")
