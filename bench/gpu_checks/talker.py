@@ -29,6 +29,7 @@ from omni_bus.stages.qwen3_omni.talker import TalkerProgram
 CUDA = torch.device("cuda")
 STAGES = ("processor", "thinker", "talker")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SCORES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the norm, behind five layers
 BATCHES = (1, 8, 32, 64)
 
 
@@ -37,10 +38,13 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"sampler {str(dtype)[6:]}", functools.partial(_sampler, dtype)
     for dtype in TOLERANCE:
         yield f"attention of a frame {str(dtype)[6:]}", functools.partial(_attention, dtype)
+    for dtype in TOLERANCE:
+        yield f"fused scores {str(dtype)[6:]}", functools.partial(_fused_scores, dtype)
     yield "speech by graphs, greedy", functools.partial(_speech, False)
     yield "speech by graphs, sampled", functools.partial(_speech, True)
     yield "no host synchronisation in graph_output", _without_synchronisation
-    yield "time of a frame's codes", _frame_time
+    for fused in (True, False):
+        yield f"time of a frame's codes, {'fused' if fused else 'by operators'}", functools.partial(_frame_time, fused)
 
 
 def _graph_time(call: Callable[[], object], repeats: int) -> float:
@@ -96,6 +100,13 @@ def _sampler(dtype: torch.dtype) -> str:
     assert torch.equal(
         words, device_sampler.philox(torch.tensor([3], device=CUDA), torch.tensor([2**33 + 5], device=CUDA), 4096).cpu()
     )
+    seen = torch.rand(300, 3072, generator=generator) > 0.5
+    said = (torch.randint(0, 300, (256,), generator=generator), torch.rand(256, generator=generator) + 0.5)
+    flags = [torch.rand(size, generator=generator) > 0.7 for size in (3072, 3072, 256)]
+    scores = torch.randn(256, 3072, generator=generator).to(dtype)
+    plain = device_sampler.adjust_plain(scores, seen, *said, *flags)
+    kernel = device_sampler.adjust(scores.to(CUDA), seen.to(CUDA), *(one.to(CUDA) for one in (*said, *flags)))
+    assert torch.equal(plain, kernel.cpu()), "adjusted scores differ"
     assert different <= drawn * 2e-4, f"{different} of {drawn} tokens differ"
     figures = []
     for rows in BATCHES:
@@ -143,6 +154,32 @@ def _attention(dtype: torch.dtype) -> str:
     return f"error {worst:.1e}; µs of the last position, rows: " + ", ".join(figures)
 
 
+@torch.no_grad()
+def _fused_scores(dtype: torch.dtype) -> str:
+    """The code predictor's two forms on the same inputs, position by position: scores and caches."""
+    program = _talker("full" if dtype == torch.bfloat16 else "tiny", str(dtype)[6:])
+    predictor = program.code_predictor
+    cache, width = predictor.cache, predictor.decoder.config.hidden
+    generator = torch.Generator(CUDA).manual_seed(0)
+    worst = 0.0
+    for rows in (1, 2, 7, 16, 17, 32, 48, 64):
+        pieces = [torch.randn(rows, count, width, dtype=dtype, device=CUDA, generator=generator) for count in (2, *[1] * 14)]
+        scores, caches = [], []
+        for fused in (False, True):
+            predictor.fused = fused
+            cache.reset(rows)
+            scores.append([predictor._scores(piece, predictor.heads[0]).float() for piece in pieces])
+            caches.append((cache.keys[:, :rows].float(), cache.values[:, :rows].float()))
+        for at, (plain, kernel) in enumerate(zip(*scores, strict=True)):
+            error = ((plain - kernel).norm() / plain.norm()).item()
+            assert error <= SCORES[dtype], f"{rows} rows, piece {at}: scores differ by {error:.2e} of their norm"
+            worst = max(worst, error)
+        for plain, kernel in zip(*caches, strict=True):
+            error = ((plain - kernel).norm() / plain.norm()).item()
+            assert error <= SCORES[dtype], f"{rows} rows: the cache differs by {error:.2e} of its norm"
+    return f"scores differ by up to {worst:.1e} of their norm"
+
+
 def _codes(trace: Trace) -> list[list[int]]:
     frames = [output.tensors["codes"] for output in trace.chunks.get("talker->code2wav", []) if output.payload.count]
     return torch.cat(frames).cpu().tolist() if frames else []
@@ -187,10 +224,10 @@ def _speech(sampled: bool) -> str:
 
 
 @functools.cache
-def _real_talker() -> TalkerProgram:
-    """The real size with random weights in bfloat16, made on the card."""
+def _talker(size: str, dtype: str) -> TalkerProgram:
+    """With random weights made on the card: "full" is the real size."""
     directory = pathlib.Path(tempfile.mkdtemp(prefix="talker-"))
-    fixture.write(directory, "full", 0, lambda fraction, detail: None, weights=False, vocabulary="tiny")
+    fixture.write(directory, size, 0, lambda fraction, detail: None, weights=False, vocabulary="tiny")
     program = TalkerProgram()
     spec = load_pipeline("qwen3_omni")
     program.load(
@@ -199,7 +236,7 @@ def _real_talker() -> TalkerProgram:
             pipeline=spec,
             model_path=str(directory),
             device="cuda",
-            config=StageConfig(devices=("cuda",), dtype="bfloat16", max_batch=max(BATCHES), options={"load": "random"}),
+            config=StageConfig(devices=("cuda",), dtype=dtype, max_batch=max(BATCHES), options={"load": "random"}),
             edges={},
             progress=lambda fraction, detail: None,
         )
@@ -225,7 +262,7 @@ def _step(rows: int) -> StepTensors:
 
 @torch.no_grad()
 def _without_synchronisation() -> str:
-    program = _real_talker()
+    program = _talker("full", "bfloat16")
     hidden = torch.randn(4, program.decoder.config.hidden, dtype=torch.bfloat16, device=CUDA)
     step = _step(4)
     program.graph_output(hidden, step)
@@ -241,9 +278,10 @@ def _without_synchronisation() -> str:
 
 
 @torch.no_grad()
-def _frame_time() -> str:
+def _frame_time(fused: bool) -> str:
     """graph_output alone: code 0, fifteen residual codes, the sum of their embeddings; without the Talker's own decoder."""
-    program = _real_talker()
+    program = _talker("full", "bfloat16")
+    program.code_predictor.fused = fused
     figures = []
     for rows in BATCHES:
         hidden = torch.randn(rows, program.decoder.config.hidden, dtype=torch.bfloat16, device=CUDA)

@@ -38,6 +38,44 @@ def sample(
     return sample_plain(scores, seeds, draws, temperature, top_k, top_p)
 
 
+def adjust(
+    scores: torch.Tensor,
+    seen: torch.Tensor,
+    slots: torch.Tensor,
+    penalty: torch.Tensor,
+    banned: torch.Tensor,
+    ending: torch.Tensor,
+    no_eos: torch.Tensor,
+) -> torch.Tensor:
+    """What may be drawn, and how gladly: scores [rows, vocab] of any floating dtype → float32 [rows, vocab].
+
+    The repetition penalty (float32 [rows], 1 = none) is laid on what the row's slot (int64 [rows]) has seen (bool [slots, vocab]);
+    ids banned (bool [vocab]), and ids of an ending (bool [vocab]) in rows with no_eos (bool [rows]), come to -inf.
+    """
+    if scores.device.type == "cuda":
+        from omni_bus.stages.ar import triton_sampler
+
+        adjusted: torch.Tensor = triton_sampler.adjust(scores, seen, slots, penalty, banned, ending, no_eos)
+        return adjusted
+    return adjust_plain(scores, seen, slots, penalty, banned, ending, no_eos)
+
+
+def adjust_plain(
+    scores: torch.Tensor,
+    seen: torch.Tensor,
+    slots: torch.Tensor,
+    penalty: torch.Tensor,
+    banned: torch.Tensor,
+    ending: torch.Tensor,
+    no_eos: torch.Tensor,
+) -> torch.Tensor:
+    """`adjust` in torch operators."""
+    scores, factor = scores.float(), penalty[:, None]
+    punished = torch.where(scores < 0, scores * factor, scores / factor)
+    scores = torch.where(seen.index_select(0, slots), punished, scores)
+    return scores.masked_fill(banned | (ending & no_eos[:, None]), -torch.inf)
+
+
 def sample_plain(
     scores: torch.Tensor,
     seeds: torch.Tensor,

@@ -69,6 +69,45 @@ def _sample(  # type: ignore[no-untyped-def]
     tl.store(out + row, best.to(tl.int64))
 
 
+@triton.jit
+def _adjust(  # type: ignore[no-untyped-def]
+    scores, seen, slots, penalty, banned, ending, no_eos, out, stride, vocab, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    score = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(penalty + row)
+    punished = tl.where(score < 0, score * factor, tl.div_rn(score, tl.zeros_like(score) + factor))
+    slot = tl.load(slots + row)
+    was_seen = tl.load(seen + slot * vocab + column, mask=inside, other=0) != 0
+    score = tl.where(was_seen, punished, score)
+    never = tl.load(banned + column, mask=inside, other=0) != 0
+    ends = (tl.load(ending + column, mask=inside, other=0) != 0) & (tl.load(no_eos + row) != 0)
+    tl.store(out + row * vocab + column, tl.where(never | ends, float("-inf"), score), mask=inside)
+
+
+def adjust(
+    scores: torch.Tensor,
+    seen: torch.Tensor,
+    slots: torch.Tensor,
+    penalty: torch.Tensor,
+    banned: torch.Tensor,
+    ending: torch.Tensor,
+    no_eos: torch.Tensor,
+) -> torch.Tensor:
+    """As device_sampler.adjust; all but `scores` contiguous."""
+    rows, vocab = scores.shape
+    assert scores.stride(1) == 1 and seen.is_contiguous()
+    out = torch.empty(rows, vocab, dtype=torch.float32, device=scores.device)
+    flags = [one.view(torch.int8) for one in (banned, ending, no_eos)]
+    block = 1024
+    _adjust[(rows, triton.cdiv(vocab, block))](
+        scores, seen.view(torch.int8), slots, penalty, *flags, out, scores.stride(0), vocab, BLOCK=block, num_warps=4
+    )
+    return out
+
+
 def sample(
     scores: torch.Tensor,
     seeds: torch.Tensor,

@@ -7,13 +7,17 @@ Nothing is kept from frame to frame.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from omni_bus.sampling import SamplingParams
 from omni_bus.stages.ar.attention import ContiguousAttention
+from omni_bus.stages.ar.decoder import DecoderLayer
 from omni_bus.stages.ar.device_sampler import sample
+from omni_bus.stages.ar.mlp import DenseMLP
+from omni_bus.stages.ar.ops import linear_add, norm_linear
 from omni_bus.stages.ar.program import StepTensors
 from omni_bus.stages.ar.sampler import sample_rows
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
@@ -54,8 +58,14 @@ class CodePredictor:
             load_tensor(checkpoint, f"{PREFIX}lm_head.{group}.weight", dtype=dtype, device=device)
             for group in range(self.groups - 1)
         ]
+        self._layers = [cast(DecoderLayer, layer) for layer in self.decoder.layers]
         self.cache = FrameAttention(self.decoder.config, rows=max_rows, capacity=self.groups, dtype=dtype, device=device)
         self._numbers = torch.arange(self.groups, device=device)[:, None]
+        # On a GPU each layer's attention is one kernel behind the joined projection; False = the operators of every other decoder.
+        self.fused = device.type == "cuda"
+        positions = torch.arange(self.groups, device=device).expand(3, -1)
+        cos, sin = self.decoder.rotary(positions, dtype)
+        self._angles = cos[:, 0].contiguous(), sin[:, 0].contiguous()
 
     def predict(
         self,
@@ -104,9 +114,39 @@ class CodePredictor:
         inputs = torch.stack((hidden, embedded), dim=1)
         frame, vectors = [codes], [embedded]
         for group, (table, head) in enumerate(zip(self.embeddings, self.heads, strict=True), start=1):
-            state = self.decoder.forward_rows(inputs, self.cache)[:, -1]
-            code = choose(group, F.linear(state, head))
+            code = choose(group, self._scores(inputs, head))
             frame.append(code)
             vectors.append(F.embedding(code, table))
             inputs = vectors[-1][:, None]
         return torch.stack(frame, dim=1), torch.stack(vectors, dim=1).sum(dim=1)
+
+    def _scores(self, inputs: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """The next positions [rows, count, hidden] of every row → scores [rows, vocab] of the last one."""
+        if self.fused:
+            return self._fused_scores(inputs, head)
+        return F.linear(self.decoder.forward_rows(inputs, self.cache)[:, -1], head)
+
+    def _fused_scores(self, inputs: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        from omni_bus.stages.qwen3_omni import triton_frames
+
+        rows, count, width = inputs.shape
+        start, kernels = self.cache.extend(count), self.decoder.kernels
+        x = inputs.reshape(rows * count, width)
+        for index, layer in enumerate(self._layers):
+            own, norm, mlp = layer.self_attn, layer.input_layernorm, layer.mlp
+            assert own.q_norm is not None and own.k_norm is not None and isinstance(mlp, DenseMLP)
+            attended = triton_frames.attend(
+                norm_linear(x, norm.weight, norm.eps, own.joined, kernels=kernels),
+                own.q_norm.weight,
+                own.k_norm.weight,
+                *self._angles,
+                self.cache.keys[index],
+                self.cache.values[index],
+                norm.eps,
+                rows=rows,
+                start=start,
+            )
+            x = linear_add(attended, own.o_proj.weight, None, x, kernels)
+            x = mlp.step(x, layer.post_attention_layernorm, kernels)
+        last, norm = x.view(rows, count, width)[:, -1], self.decoder.norm
+        return norm_linear(last.contiguous(), norm.weight, norm.eps, head, kernels=kernels)

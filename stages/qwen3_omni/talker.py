@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from omni_bus.errors import InvalidRequest, ModelRefused
 from omni_bus.names import did_you_mean
 from omni_bus.stages.ar.decoder import Decoder
-from omni_bus.stages.ar.device_sampler import sample
+from omni_bus.stages.ar.device_sampler import adjust, sample
 from omni_bus.stages.ar.program import Inputs, Row, StepTensors, isolated
 from omni_bus.stages.contract import Chunk, StageContext
 from omni_bus.stages.qwen3_omni.code_predictor import CodePredictor
@@ -223,10 +223,15 @@ class TalkerProgram:
     def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The frame of each row, int64 [rows, groups]. Every row is sampled here."""
         slots = self._slots
-        scores = self.logits(hidden)
-        punished = torch.where(scores < 0, scores * step.penalty[:, None], scores / step.penalty[:, None])
-        scores = torch.where(slots.seen.index_select(0, step.slots), punished, scores)
-        scores = scores.masked_fill(self._suppressed | (self._ending & step.no_eos[:, None]), -torch.inf)
+        scores = adjust(
+            F.linear(hidden, self.codec_head),
+            slots.seen,
+            step.slots,
+            step.penalty,
+            self._suppressed,
+            self._ending,
+            step.no_eos,
+        )
         draws = self.code_predictor.draws(step)
         code0 = sample(scores, step.seeds, draws[0], step.temperature, step.top_k, step.top_p)
         slots.seen.index_put_((step.slots, code0), slots.true)

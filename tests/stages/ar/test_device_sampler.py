@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from omni_bus.sampling import SamplingParams
-from omni_bus.stages.ar.device_sampler import gumbel, philox, sample
+from omni_bus.stages.ar.device_sampler import adjust, gumbel, philox, sample
 from omni_bus.stages.ar.sampler import _warp
 
 KNOBS = [(0.0, 50, 0.8), (1.0, 50, 0.8), (0.9, 50, 1.0), (1.0, 0, 1.0), (0.5, 0, 0.9), (2.0, 5, 0.3), (1.0, 10_000, 0.999)]
@@ -112,3 +113,19 @@ def test_scores_of_minus_infinity_are_never_drawn() -> None:
     scores[:, ::2] = -torch.inf
     tokens = sample(scores, *arguments(2000, top_k=12, top_p=0.99))
     assert (tokens % 2 == 1).all()
+
+
+def test_scores_are_adjusted_as_by_transformers() -> None:
+    noise = torch.Generator().manual_seed(8)
+    scores, penalty = torch.randn(3, 20, generator=noise), torch.tensor([1.0, 1.3, 0.7])
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [0, 2, 4, 6]])
+    seen = torch.zeros(9, 20, dtype=torch.bool)
+    slots = torch.tensor([4, 8, 1])
+    seen[slots] = torch.zeros(3, 20, dtype=torch.bool).scatter(1, ids, True)
+    banned, ending = torch.zeros(20, dtype=torch.bool), torch.zeros(20, dtype=torch.bool)
+    banned[10:12], ending[5] = True, True
+    got = adjust(scores, seen, slots, penalty, banned, ending, torch.tensor([True, False, True]))
+    for row in range(3):
+        expected = RepetitionPenaltyLogitsProcessor(float(penalty[row]))(ids[row : row + 1], scores[row : row + 1].clone())
+        expected[0, [10, 11] if row == 1 else [5, 10, 11]] = -torch.inf
+        assert torch.equal(got[row : row + 1], expected)
