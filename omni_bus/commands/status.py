@@ -12,7 +12,7 @@ from omni_bus.commands.check import table
 from omni_bus.http_client import DEFAULT_URL, base_url, request
 
 NAME = "status"
-EPILOG = ""
+EPILOG = "OMNI_BUS_API_KEY holds the key of a server that asks for one."
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from omni_bus.errors import ConfigError
 from omni_bus.http_client import DEFAULT_URL, base_url
 
 NAME = "top"
-EPILOG = ""
+EPILOG = "OMNI_BUS_API_KEY holds the key of a server that asks for one."
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -228,3 +228,9 @@ def test_a_fixture_tells_its_progress_without_a_terminal_too(
     ]
     assert lines[0] == "omni-bus:   0%  writing shard 0" and lines[-1] == "omni-bus: 100%  wrote all"
     assert "\x1b" not in said.err and said.out.startswith("omni-bus: wrote out; serve it with:")
+
+
+@pytest.mark.parametrize("command", ["status", "top", "chat", "bench"])
+def test_commands_that_ask_a_server_say_where_its_key_goes(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert outcome([command, "--help"]) == 0
+    assert "OMNI_BUS_API_KEY" in capfd.readouterr().out

@@ -35,6 +35,7 @@ TOML = {
     "port too high": (PROBE + "[api]\nport = 65536\n", ":4: api.port must be from 1 to 65535", "65536"),
     "port a string": (PROBE + '[api]\nport = "80a"\n', ":4: api.port must be an integer", 'not the string "80a"'),
     "port true": (PROBE + "[api]\nport = true\n", ":4: api.port must be an integer", "not true"),
+    "no such limit": (PROBE + "[api]\nmax_requests_per_client = -1\n", ":4: api.max_requests_per_client must be from 0 (no limit)", "not -1"),
     "deadline zero": (PROBE + "[api]\ndeadline_s = 0\n", ":4: api.deadline_s must be above 0", "not 0"),
     "deadline not a number": (PROBE + "[api]\ndeadline_s = nan\n", ":4: api.deadline_s must be a number", "nan"),
     "a date": (PROBE + "[api]\nport = 2026-01-01\n", ":4: api.port must be an integer", "the date or time 2026-01-01"),
