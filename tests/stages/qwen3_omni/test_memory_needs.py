@@ -77,7 +77,7 @@ def test_a_slot_is_what_a_stream_leaves_behind(omni_checkpoint: pathlib.Path) ->
     found = needs(omni_checkpoint)["code2wav"]
     stage = Code2WavStage()
     stage.load(context(omni_checkpoint, "code2wav", None))
-    assert found.unit_bytes == sum(tensor.nbytes for tensor in stage._model.state_of(0))
+    assert found.unit_bytes == sum(tensor.nbytes for tensor in stage._decoder.state_of(0))
     assert (found.units, found.least) == (4, 4)
     assert needs(omni_checkpoint, code2wav={"memory": "9GiB"})["code2wav"].least == 1
 
