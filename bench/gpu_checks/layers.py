@@ -255,6 +255,14 @@ def mixture(config: DecoderConfig, dtype: torch.dtype) -> str:
         ours = triton_moe.combine(parts, weights, residual=residual, norm_weight=norm.weight, eps=norm.eps)
         wanted = ops.add_rms_norm_plain(plain.to(dtype), residual, norm.weight, norm.eps)
         errors += [close(one, other) for one, other in zip(ours, wanted, strict=True)]
+        if tokens <= 64:
+            gates = (packed.gate_up * norm.weight, packed.down)
+            root = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + norm.eps)).to(dtype)
+            wanted_sum = x + triton_moe.combine(triton_moe.experts(root, chosen, *gates), weights)[0]
+            ours_sum = triton_moe.experts_sum(
+                x, weights, chosen, packed.gate_up, packed.down, norm_weight=norm.weight, eps=norm.eps
+            )
+            errors.append(close(ours_sum, wanted_sum))
         if dtype == torch.bfloat16:
             many, place = mixtures.grouped_experts(x, chosen, packed.gate_up, packed.down, "auto")
             grouped.append(close(triton_moe.combine(many, weights, place=place)[0], plain.to(dtype)))

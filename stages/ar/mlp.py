@@ -239,8 +239,7 @@ def moe_step(residual: torch.Tensor, config: MoEConfig, packed: _Packed, norm: R
         shared=packed.shared,
         normalise=config.norm_topk_prob,
     )
-    parts = triton_moe.experts(residual, chosen, packed.gate_up, packed.down, norm_weight=norm.weight, eps=norm.eps)
-    return triton_moe.combine(parts, weights, residual=residual)[0]
+    return triton_moe.experts_sum(residual, weights, chosen, packed.gate_up, packed.down, norm_weight=norm.weight, eps=norm.eps)
 
 
 def moe_plain(x: torch.Tensor, module: MoE, packed: _Packed) -> torch.Tensor:

@@ -70,7 +70,7 @@ def _one_row_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=column < OUTPUTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,

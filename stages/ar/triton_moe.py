@@ -64,7 +64,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     tl.store(chosen_ptr + at, chosen, mask=slot < TOP_K + SHARED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "max_blocks"])
 def _align_kernel(  # type: ignore[no-untyped-def]
     chosen_ptr,
     pair_ptr,
@@ -105,7 +105,7 @@ def _align_kernel(  # type: ignore[no-untyped-def]
             tl.store(expert_ptr + begin + lane, tl.zeros([CHUNK], dtype=tl.int32) - 1, mask=begin + lane < max_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,
@@ -165,7 +165,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (column < INTER)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
@@ -290,6 +290,45 @@ def _down_direct_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    weights_ptr,
+    chosen_ptr,
+    residual_ptr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Down and combine in one, for one token: residual + the weighted sum over its pairs."""
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.where(column < HIDDEN, column, 0)
+    depth = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = token * SLOTS + slot
+        expert = tl.load(chosen_ptr + pair).to(tl.int64)
+        share = tl.load(weights_ptr + pair).to(tl.float32)
+        weight_at = weight_ptr + expert * (HIDDEN * INTER) + row[:, None] * INTER + depth[None, :]
+        for begin in tl.static_range(0, INTER, BLOCK_K):
+            if INTER % BLOCK_K == 0:
+                weight = tl.load(weight_at + begin)
+                x = tl.load(x_ptr + pair * INTER + begin + depth)
+            else:
+                inside = begin + depth < INTER
+                weight = tl.load(weight_at + begin, mask=inside[None, :], other=0.0)
+                x = tl.load(x_ptr + pair * INTER + begin + depth, mask=inside, other=0.0)
+            total += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = tl.sum(total, 1).to(dtype).to(tl.float32) + tl.load(residual_ptr + token * HIDDEN + row).to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + column, out.to(dtype), mask=column < HIDDEN)
+
+
+@triton.jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
     part_ptr,
     weights_ptr,
@@ -390,20 +429,14 @@ def experts(
     output, not yet weighted, [N * slots, hidden]. With norm_weight [hidden]: of the normalised x, as triton_linear does it."""
     tokens, slots = chosen.shape
     groups, hidden, inter = down.shape
-    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
-    assert (
-        x.shape == (tokens, hidden) and gate_up.shape == (groups, 2 * inter, hidden) and x.dtype == gate_up.dtype == down.dtype
-    )
+    _check(x, chosen, gate_up, down)
     pairs = tokens * slots
     inner = x.new_empty(pairs, inter)
     out = x.new_empty(pairs, hidden)
     normed = norm_weight is not None
     scale = x if norm_weight is None else norm_weight
     if tokens <= DIRECT_TOKENS:
-        depth = depth_block(hidden, 512)
-        _gate_up_direct_kernel[(triton.cdiv(inter, 8), pairs)](
-            x, scale, gate_up, inner, chosen, eps, hidden, inter, slots, 8, depth, normed, num_warps=4
-        )
+        _gate_up_direct(x, chosen, gate_up, inner, norm_weight, eps)
         depth = depth_block(inter, 256)
         _down_direct_kernel[(triton.cdiv(hidden, 16), pairs)](inner, down, out, chosen, hidden, inter, 16, depth, num_warps=4)
         return out
@@ -445,6 +478,67 @@ def experts(
         num_stages=second.stages,
     )
     return out
+
+
+def experts_sum(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """x + the weighted sum of the experts of its norm, [N, hidden]: `experts` and `combine` with x as residual, for any N; where N is at
+    most DIRECT_TOKENS in one kernel less."""
+    tokens, slots = chosen.shape
+    _, hidden, inter = down.shape
+    if tokens > DIRECT_TOKENS:
+        parts = experts(x, chosen, gate_up, down, norm_weight=norm_weight, eps=eps)
+        return combine(parts, weights, residual=x)[0]
+    _check(x, chosen, gate_up, down)
+    inner = x.new_empty(tokens * slots, inter)
+    _gate_up_direct(x, chosen, gate_up, inner, norm_weight, eps)
+    out = torch.empty_like(x)
+    columns, warps = (8, 4) if hidden >= 2048 else (4, 2)
+    _down_sum_direct_kernel[(triton.cdiv(hidden, columns), tokens)](
+        inner, down, out, weights, chosen, x, hidden, inter, slots, columns, depth_block(inter, 256), num_warps=warps
+    )
+    return out
+
+
+def _gate_up_direct(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: torch.Tensor,
+    inner: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+) -> None:
+    hidden, (pairs, inter) = x.shape[1], inner.shape
+    _gate_up_direct_kernel[(triton.cdiv(inter, 8), pairs)](
+        x,
+        x if norm_weight is None else norm_weight,
+        gate_up,
+        inner,
+        chosen,
+        eps,
+        hidden,
+        inter,
+        chosen.shape[1],
+        8,
+        depth_block(hidden, 512),
+        norm_weight is not None,
+        num_warps=4,
+    )
+
+
+def _check(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    groups, hidden, inter = down.shape
+    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous() and chosen.is_contiguous()
+    assert x.shape == (len(chosen), hidden) and gate_up.shape == (groups, 2 * inter, hidden)
+    assert x.dtype == gate_up.dtype == down.dtype and chosen.dtype == torch.int32
 
 
 def combine(
