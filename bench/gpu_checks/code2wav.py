@@ -27,7 +27,7 @@ from omni_bus.stages.qwen3_omni.code2wav_transformer import LayerScale
 from omni_bus.stages.qwen3_omni.json_fields import Section
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}  # of the largest value
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the largest value
 SLOTS, FRAMES = 7, 60
 TIMED = ((1, 1), (1, 2), (1, 4), (8, 1), (8, 4), (16, 4), (32, 2), (32, 8), (64, 1), (64, 4), (16, 12), (8, 25))
 

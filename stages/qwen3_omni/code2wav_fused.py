@@ -1,7 +1,8 @@
 """Code2Wav for a GPU: the streaming model with its operators joined into few kernels, for capture into CUDA graphs.
 
 Same weights, same streaming rule and same samples, up to rounding, as code2wav_model.Code2Wav. What differs is the layout: activations
-channels-last, transposed and pointwise convolutions as one matrix product each, kept steps gathered where they are used.
+channels-last, transposed and pointwise convolutions as one matrix product each, kept steps gathered where they are used. No cuDNN
+convolution is left, and torch's matrix products use no TF32 unless told to: float32 stays float32.
 Slot 0 is scratch: rows that only fill up a batch use it.
 """
 
