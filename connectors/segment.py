@@ -34,6 +34,32 @@ def slot_size(nbytes: int) -> int:
     return -(-(_SLOT.size + nbytes) // ALIGNMENT) * ALIGNMENT
 
 
+def create_map(name: str, size: int) -> mmap.mmap:
+    """A new file of zeros in shared memory, every page reserved, mapped for writing. OSError where there is no room."""
+    path = SHM / name
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        return mmap.mmap(fd, size)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def open_map(name: str, *, write: bool = False) -> mmap.mmap:
+    """Another process's. Raises StaleTensor where it is gone."""
+    try:
+        fd = os.open(SHM / name, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise StaleTensor("the shared memory of a tensor is gone with its owner") from None
+    try:
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ | mmap.PROT_WRITE if write else mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
 class OwnedSegment:
     """A segment this process made, writes to and unlinks. Every page is reserved at once: a full /dev/shm is an OSError here and
     not a SIGBUS later."""
@@ -41,16 +67,7 @@ class OwnedSegment:
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self.size = size
-        path = SHM / name
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            self._map = mmap.mmap(fd, size)
-        except OSError:
-            path.unlink()
-            raise
-        finally:
-            os.close(fd)
+        self._map = create_map(name, size)
         self._nonce = secrets.randbits(64)
         self._generation = 0
         self._room = FreeList(size - ALIGNMENT)
@@ -94,14 +111,7 @@ class AttachedSegment:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        try:
-            fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            raise StaleTensor("the shared memory of a tensor is gone with its owner") from None
-        try:
-            self._map = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
+        self._map = open_map(name)
         magic, self._nonce = _SLOT.unpack_from(self._map, 0)
         if magic != _MAGIC:
             self._map.close()

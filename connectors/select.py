@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from omni_bus.connectors.base import Connector, Frame
+from omni_bus.connectors.cuda_ipc import CudaIpcConnector
 from omni_bus.connectors.inline import InlineConnector
 from omni_bus.connectors.local import LocalConnector
 from omni_bus.connectors.shm import LIMIT_BYTES, SEGMENT_BYTES, ShmConnector
 from omni_bus.errors import ProtocolViolation
 from omni_bus.events import EdgeRoute, TensorRef
 
-INLINE_BYTES = 64 << 10  # a tensor up to here goes inline on every edge
+INLINE_BYTES = 64 << 10  # a tensor up to here goes inline on every edge, unless it is on a GPU and the edge is cuda_ipc
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,10 +29,18 @@ class Parcel:
 class Connectors:
     """`put` and `get` for whole chunks, all or nothing."""
 
-    def __init__(self, tag: str, *, segment_bytes: int = SEGMENT_BYTES, limit: int = LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        tag: str,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        limit: int = LIMIT_BYTES,
+        cuda_ipc: CudaIpcConnector | None = None,
+    ) -> None:
         self._inline = InlineConnector()
         self._shm = ShmConnector(tag, segment_bytes=segment_bytes, limit=limit)
-        connectors: tuple[Connector, ...] = (self._inline, LocalConnector(), self._shm)
+        self._cuda_ipc = cuda_ipc or CudaIpcConnector(tag)
+        connectors: tuple[Connector, ...] = (self._inline, LocalConnector(), self._shm, self._cuda_ipc)
         self._by_name = {connector.name: connector for connector in connectors}
 
     def check_route(self, route: EdgeRoute) -> None:
@@ -40,7 +49,14 @@ class Connectors:
 
     def takes_room(self, route: EdgeRoute, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether `put` may find no room for these."""
-        return route.connector == self._shm.name and any(not _small(tensor) for tensor in tensors.values())
+        if route.connector not in (self._shm.name, self._cuda_ipc.name):
+            return False
+        return any(self._chosen(route, tensor) is not self._inline for tensor in tensors.values())
+
+    def prepare(self, connector: str, device: str, *, sends: bool) -> None:
+        """What the first tensor from or to a stage on that device would else wait for."""
+        if connector == self._cuda_ipc.name:
+            (self._cuda_ipc.prepare if sends else self._cuda_ipc.load)(int(device.removeprefix("cuda:")))
 
     def put(self, route: EdgeRoute, payload: Frame, tensors: Mapping[str, torch.Tensor]) -> Parcel | None:
         """None: there is no room for one of them now, and none was put. Raises TooLarge where there never will be."""
@@ -48,8 +64,7 @@ class Connectors:
         refs: list[TensorRef] = []
         try:
             for name, tensor in tensors.items():
-                connector = self._inline if _small(tensor) else self._named(route.connector)
-                ref = connector.put(name, tensor, frames)
+                ref = self._chosen(route, tensor).put(name, tensor, frames)
                 if ref is None:
                     self.release(refs)
                     return None
@@ -82,10 +97,18 @@ class Connectors:
     def prune(self) -> None:
         """Let go of other processes' segments that are gone."""
         self._shm.prune()
+        self._cuda_ipc.prune()
 
     def close(self) -> None:
         for connector in self._by_name.values():
             connector.close()
+
+    def _chosen(self, route: EdgeRoute, tensor: torch.Tensor) -> Connector:
+        if route.connector == self._cuda_ipc.name:
+            if self._cuda_ipc.carries(tensor):
+                return self._cuda_ipc
+            return self._inline if _small(tensor) else self._shm
+        return self._inline if _small(tensor) else self._named(route.connector)
 
     def _named(self, name: str) -> Connector:
         try:

@@ -39,6 +39,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     heartbeat_s: float = 2.0
     lost_after_s: float = 20.0  # without a heartbeat a worker counts as lost
     retries: int = 1  # of a request whose replica was lost before any output left
+    gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
     trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
     restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
 
@@ -59,7 +60,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[edges."a->b"]: `connector` may force one; `options` as in StageConfig."""
 
-    connector: str = "auto"  # auto | inline | local | shm
+    connector: str = "auto"  # auto | inline | local | shm | cuda_ipc
     credits: int
     options: dict[str, Any] = {}
 

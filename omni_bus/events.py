@@ -23,8 +23,9 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     """Where the bytes of one tensor lie. Made by a connector's `put`, resolved by its `get` at the consumer.
 
     inline: `offset` is the index of the payload frame. shm, cuda_ipc: `segment` names the pooled segment, `offset` the first byte
-    in it, `generation` the slot's generation at `put` (a reader that finds another one raises StaleTensor). local: `segment` is ""
-    and `generation` the key in the process's table.
+    in it, `generation` the slot's generation at `put` (a reader that finds another one raises StaleTensor); cuda_ipc: `segment` is the
+    buffer's control page, and `fence` the number of the slot's events on it. local: `segment` is "" and `generation` the key in the
+    process's table.
     """
 
     name: str
@@ -35,6 +36,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     segment: str = ""
     offset: int = 0
     generation: int = 0
+    fence: int = 0
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):
     """How a producer sends on one output edge of one request, decided by the broker from where both ends run."""
 
     edge: str
-    connector: str  # inline | local | shm | cuda_ipc | tcp: what `put` uses for a tensor above 64 KiB; smaller ones go inline
+    connector: str  # inline | local | shm | cuda_ipc | tcp: for tensors above 64 KiB, cuda_ipc for all on a GPU; others go inline
     credits: int  # chunks that may be unconsumed before the producer pauses
 
 

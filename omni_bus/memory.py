@@ -90,12 +90,22 @@ def plan(deployment: Deployment, pipeline: PipelineSpec) -> MemoryPlan:
     shares: list[StageShare] = []
     problems: list[str] = []
     for device, replicas in placed.items():
-        for (worker, stage), state in zip(replicas, _states(device, replicas, needs, problems), strict=True):
+        buffers = _buffers(deployment, pipeline, {worker for worker, _ in replicas})
+        for (worker, stage), state in zip(replicas, _states(device, replicas, needs, buffers, problems), strict=True):
             shares.append(StageShare(stage=stage, worker=worker, device=device, need=needs[stage], state=state))
     return MemoryPlan(shares=tuple(shares), problems=tuple(problems))
 
 
-def _states(device: str, replicas: list[tuple[str, str]], needs: dict[str, StageNeed], problems: list[str]) -> list[int]:
+def _buffers(deployment: Deployment, pipeline: PipelineSpec, workers: set[str]) -> int:
+    """Bytes of a device that those workers take for what they send on cuda_ipc edges."""
+    sources = {edge.source for edge in pipeline.edges if deployment.edges[edge.name].connector == "cuda_ipc"}
+    senders = [worker for worker, stages in deployment.workers().items() if worker in workers and sources & {*stages}]
+    return len(senders) * (deployment.bus.gpu_buffer_mb << 20)
+
+
+def _states(
+    device: str, replicas: list[tuple[str, str]], needs: dict[str, StageNeed], buffers: int, problems: list[str]
+) -> list[int]:
     """Bytes of KV or slots for each replica on the device."""
     rows = [needs[stage] for _, stage in replicas]
     wanted = [need.units * need.unit_bytes for need in rows]
@@ -114,7 +124,7 @@ def _states(device: str, replicas: list[tuple[str, str]], needs: dict[str, Stage
                 )
     if device == "cpu":
         return [min(most, CPU_STATE_BYTES) if state is None else state for state, most in zip(states, wanted, strict=True)]
-    has = int(USABLE * capacity(device)) - CONTEXT_BYTES * len({worker for worker, _ in replicas})
+    has = int(USABLE * capacity(device)) - CONTEXT_BYTES * len({worker for worker, _ in replicas}) - buffers
     room = has - sum(need.weights + need.workspace for need in rows) - sum(state or 0 for state in states)
     least = [0 if state is not None else need.least * need.unit_bytes for need, state in zip(rows, states, strict=True)]
     if room < sum(least):

@@ -75,3 +75,11 @@ def _connector_problems(deployment: Deployment, pipeline: PipelineSpec) -> Itera
                 path,
                 f': "local" joins stages of one process; give {edge.source} and {edge.target} the same `process`, or say "shm"',
             )
+        elif connector == "cuda_ipc":
+            for end in (edge.source, edge.target):
+                devices = deployment.stages[end].devices
+                if not all(device.startswith("cuda:") for device in devices):
+                    yield (
+                        path,
+                        f': "cuda_ipc" joins stages on GPUs, and stage {end} is on {", ".join(devices)}; say "auto", or give it a GPU',
+                    )

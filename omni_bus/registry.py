@@ -75,7 +75,9 @@ class Replica:
     def can(self, connector: str, other: Replica) -> bool:
         """Whether a forced connector works between here and there."""
         reach = self.reach(other)
-        return {"local": reach == "local", "shm": reach in ("local", "shm")}.get(connector, True)
+        same_host = reach in ("local", "shm")
+        on_gpus = self.device.startswith("cuda") and other.device.startswith("cuda")
+        return {"local": reach == "local", "shm": same_host, "cuda_ipc": same_host and on_gpus}.get(connector, True)
 
 
 class Registry:

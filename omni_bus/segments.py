@@ -48,7 +48,7 @@ def sweep(*, tag: str | None = None, pid: int | None = None) -> list[str]:
         if match is None or match["boot"] != boot_id() or tag not in (None, match["tag"]):
             continue
         owner = int(match["pid"])
-        if (owner != pid) if pid is not None else _alive(owner):
+        if (owner != pid) if pid is not None else is_alive(owner):
             continue
         # Gone already, or another user's: neither is ours to remove.
         with contextlib.suppress(FileNotFoundError, PermissionError):
@@ -57,7 +57,8 @@ def sweep(*, tag: str | None = None, pid: int | None = None) -> list[str]:
     return swept
 
 
-def _alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process of that number exists, in this process's pid namespace."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from omni_bus import segments
+from omni_bus.connectors.cuda_ipc import CudaIpcConnector
 from omni_bus.connectors.select import Connectors
 from omni_bus.deployment import RunDir
 from omni_bus.errors import ConfigError
@@ -34,7 +35,8 @@ def serve(run_dir: RunDir, name: str, incarnation: int, stop: StopSignal) -> Non
     segments.sweep()
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads_of(deployment, workers[name]))
-    connectors = Connectors(run_dir.tag)
+    cuda_ipc = CudaIpcConnector(run_dir.tag, buffer_bytes=deployment.bus.gpu_buffer_mb << 20)
+    connectors = Connectors(run_dir.tag, cuda_ipc=cuda_ipc)
     link: BrokerLink
     if deployment.bus.trace:
         trace = Trace(deployment.bus.trace, f"{name}.{incarnation}")

@@ -80,6 +80,10 @@ class Worker:
                 outgoing=self._outgoing,
                 send=self._send,
             )
+            for edge in self._pipeline.edges:
+                if name in (edge.source, edge.target):
+                    connector = self._deployment.edges[edge.name].connector
+                    self._connectors.prepare(connector, device, sends=edge.source == name)
             self._ready(name)
 
     # ---- driven by the engine loop

@@ -121,6 +121,18 @@ def test_stages_of_one_process_have_one_context(placed: Deployment) -> None:
     )
 
 
+def test_the_buffers_of_cuda_ipc_senders_are_left_out(placed: Deployment) -> None:
+    edges = {
+        name: msgspec.structs.replace(edge, connector="cuda_ipc") for name, edge in placed.edges.items() if "client" not in name
+    }
+    forced = msgspec.structs.replace(
+        placed, edges={**placed.edges, **edges}, bus=msgspec.structs.replace(placed.bus, gpu_buffer_mb=2048)
+    )
+    needs = {"source": need(40, 0, 500), "relay": need(10, 0, 1), "sink": need(1, 0, 1)}
+    before, after = states(placed, **needs), states(forced, **needs)
+    assert before["source.0"] - after["source.0"] == pytest.approx(2 * 2)  # source and relay send, sink does not
+
+
 def test_what_is_short_is_told_with_its_figure(placed: Deployment) -> None:
     found = plan(placed, pipeline(source=need(80, 2, 10, least=2), relay=need(20, 1, 3)))
     (problem,) = found.problems

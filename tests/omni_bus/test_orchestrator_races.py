@@ -607,6 +607,23 @@ def test_a_forced_connector_that_does_not_reach_leaves_no_replica() -> None:
     bus.run("> c submit 1 audio\n< c failed 1 no_ready_replica")
 
 
+@pytest.mark.parametrize(("device", "process"), [("cuda:0", ""), ("cuda:1", ""), ("cuda:0", "all")])
+def test_cuda_ipc_joins_gpus_of_one_host(device: str, process: str) -> None:
+    plan = deployment(process=process, edges={"source->relay": EdgeConfig(credits=4, connector="cuda_ipc")})
+    bus = Bus(plan, ready=False)
+    for worker in plan.workers():
+        bus.start(worker, device=device if worker == "relay.0" else "cuda:0")
+    assert connectors(bus)["source->relay"] == "cuda_ipc"
+
+
+@pytest.mark.parametrize(("device", "host"), [("cpu", "here"), ("cuda:0", "elsewhere")])
+def test_cuda_ipc_reaches_no_cpu_and_no_other_host(device: str, host: str) -> None:
+    bus = Bus(deployment(edges={"source->relay": EdgeConfig(credits=4, connector="cuda_ipc")}), ready=False)
+    for stage in STAGES:
+        bus.start(f"{stage}.0", **({"device": device, "host": host} if stage == "relay" else {"device": "cuda:0"}))
+    bus.run("> c submit 1 audio\n< c failed 1 no_ready_replica")
+
+
 def test_stages_of_one_process_are_bound_in_one_process() -> None:
     bus = Bus(deployment(process="all", replicas=dict.fromkeys(STAGES, 2)))
     bus.run(

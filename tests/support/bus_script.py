@@ -55,10 +55,10 @@ class Bus:
             for worker in self.plan.workers():
                 self.start(worker)
 
-    def start(self, worker: str, *, host: str = "here", boot: str = "b") -> None:
+    def start(self, worker: str, *, host: str = "here", boot: str = "b", device: str = "cpu") -> None:
         """A worker process comes up, all its stages ready."""
         stages = self.plan.workers()[worker]
-        replicas = tuple(StageReplica(stage, "cpu", 4) for stage in stages)
+        replicas = tuple(StageReplica(stage, device, 4) for stage in stages)
         self.handle(worker, events.Register(worker=worker, pid=1, host=host, boot=boot, replicas=replicas))
         for stage in stages:
             self.handle(worker, events.Ready(stage, 4))

@@ -1,0 +1,180 @@
+"""The few CUDA calls that connectors/cuda_ipc.py is built on: buffers and events that other processes can open.
+
+torch does the copies and the events, on its own current stream; cupy only takes a buffer from the driver and opens a peer's, which
+torch's allocator does not do. Both use the device's primary context. cupy is imported when a buffer is first made or opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from omni_bus.errors import Overloaded
+
+HANDLE_BYTES = 64  # of a memory or event handle
+
+
+class Fence(Protocol):
+    """An event of one device that several processes may record and wait for. None of the calls blocks the host."""
+
+    def record(self) -> None:
+        """On the device's current stream. From here on `wait` and `over`, in every process, are about this record."""
+
+    def wait(self) -> None:
+        """What is put on the device's current stream from here on runs after the latest record."""
+
+    def over(self) -> bool:
+        """Whether the latest record has been reached, or there is none."""
+
+    def handle(self) -> bytes:
+        """With which another process opens it."""
+
+    def force(self) -> None:
+        """Record it on a stream on which nothing waits: sets free who waits for a record of a process that is dead."""
+
+
+class Gpu(Protocol):
+    """Devices are numbered as in torch's "cuda:N" of this process."""
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """None for a tensor on the CPU."""
+
+    def bus_id(self, device: int) -> str:
+        """The device's name for other processes, which may number it otherwise."""
+
+    def device_at(self, bus_id: str) -> int: ...
+
+    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], to be given to `free`. Raises Overloaded where the device has no such memory left."""
+
+    def free(self, buffer: torch.Tensor) -> None: ...
+
+    def handle(self, buffer: torch.Tensor) -> bytes: ...
+
+    def open(self, device: int, handle: bytes, nbytes: int) -> torch.Tensor:
+        """Another process's buffer, uint8 [nbytes], to be given to `close`."""
+
+    def close(self, buffer: torch.Tensor) -> None: ...
+
+    def fence(self, device: int) -> Fence: ...
+
+    def open_fence(self, device: int, handle: bytes) -> Fence: ...
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised, contiguous, of that dtype, shape and device."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream of the buffer's device."""
+
+
+class _CudaFence:
+    def __init__(self, device: int, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def over(self) -> bool:
+        return bool(self._event.query())
+
+    def handle(self) -> bytes:
+        with torch.cuda.device(self._device):  # an event gets its device when it is first exported or recorded
+            return bytes(self._event.ipc_handle())
+
+    def force(self) -> None:
+        self._event.record(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+
+class _Raw:
+    """Device memory that torch did not allocate, in the form in which it takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+class CudaGpu:
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        return tensor.device.index if tensor.is_cuda else None
+
+    def bus_id(self, device: int) -> str:
+        return str(_runtime().deviceGetPCIBusId(device))
+
+    def device_at(self, bus_id: str) -> int:
+        return int(_runtime().deviceGetByPCIBusId(bus_id))
+
+    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+        with _current(device) as runtime:
+            try:
+                address = runtime.malloc(nbytes)
+            except runtime.CUDARuntimeError as error:
+                raise Overloaded(f"cuda:{device} has no {nbytes >> 20} MiB left for the tensors between its stages") from error
+            return _tensor(device, address, nbytes)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        with _current(buffer.device.index) as runtime:
+            runtime.free(buffer.data_ptr())
+
+    def handle(self, buffer: torch.Tensor) -> bytes:
+        with _current(buffer.device.index) as runtime:
+            return bytes(runtime.ipcGetMemHandle(buffer.data_ptr()))
+
+    def open(self, device: int, handle: bytes, nbytes: int) -> torch.Tensor:
+        with _current(device) as runtime:
+            return _tensor(device, runtime.ipcOpenMemHandle(handle), nbytes)
+
+    def close(self, buffer: torch.Tensor) -> None:
+        with _current(buffer.device.index) as runtime:
+            runtime.ipcCloseMemHandle(buffer.data_ptr())
+
+    def fence(self, device: int) -> Fence:
+        return _CudaFence(device, torch.cuda.Event(interprocess=True))  # type: ignore[no-untyped-call]
+
+    def open_fence(self, device: int, handle: bytes) -> Fence:
+        with torch.cuda.device(device):
+            event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
+        return _CudaFence(device, event)
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+
+def _runtime() -> Any:
+    import cupy.cuda.runtime
+
+    return cupy.cuda.runtime
+
+
+@contextlib.contextmanager
+def _current(device: int) -> Iterator[Any]:
+    """cupy's runtime calls, with `device` current for torch and for cupy, each of which may have a runtime of its own."""
+    runtime = _runtime()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # torch makes the context, if nothing has yet
+        before = runtime.getDevice()
+        runtime.setDevice(device)
+        try:
+            yield runtime
+        finally:
+            runtime.setDevice(before)
+
+
+def _tensor(device: int, address: int, nbytes: int) -> torch.Tensor:
+    tensor = torch.as_tensor(_Raw(address, nbytes), device=torch.device("cuda", device))
+    assert tensor.data_ptr() == address, "torch has copied a buffer that it was to use in place"
+    return tensor

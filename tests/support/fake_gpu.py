@@ -1,0 +1,167 @@
+"""A GPU in memory, for the logic of connectors/cuda_ipc.py: streams whose work is put off until `run` takes it up, in any order that
+the events allow. Only what `connectors/cuda_device.py` asks of CUDA is here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+
+import torch
+
+from omni_bus.connectors.cuda_device import HANDLE_BYTES
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that passes for one on the device."""
+
+
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(OnGpu)
+
+
+@dataclasses.dataclass(eq=False)
+class Event:
+    recorded: int = 0  # records that the hosts have asked for
+    reached: int = 0  # the latest that a stream has come to
+
+    @property
+    def over(self) -> bool:
+        return self.reached >= self.recorded
+
+
+@dataclasses.dataclass(eq=False)
+class Stream:
+    """Work in order; each entry returns whether it could be done."""
+
+    work: collections.deque[Callable[[], bool]] = dataclasses.field(default_factory=collections.deque)
+    held: bool = False  # the device does not get to it
+
+    def put(self, entry: Callable[[], bool]) -> None:
+        self.work.append(entry)
+
+    def step(self) -> bool:
+        if self.held or not self.work or not self.work[0]():
+            return False
+        self.work.popleft()
+        return True
+
+
+class Machine:
+    """One device, which several FakeGpus (processes) share."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.dice = random.Random(seed)
+        self.numbers = itertools.count(1)
+        self.streams: list[Stream] = []
+        self.memory: dict[bytes, torch.Tensor] = {}
+        self.events: dict[bytes, Event] = {}
+        self.allocated = 0  # bytes that are not freed
+        self.opened = 0  # buffers open in other processes
+
+    def new_handle(self) -> bytes:
+        return next(self.numbers).to_bytes(HANDLE_BYTES, "little")
+
+    def run(self, steps: int | None = None) -> None:
+        """So many steps of streams taken by chance; all that can be done for None."""
+        while steps is None or steps > 0:
+            if not any(stream.step() for stream in self.dice.sample(self.streams, len(self.streams))):
+                return
+            steps = None if steps is None else steps - 1
+
+    @property
+    def pending(self) -> int:
+        return sum(len(stream.work) for stream in self.streams)
+
+
+class FakeFence:
+    def __init__(self, machine: Machine, stream: Stream, event: Event) -> None:
+        self._machine, self._stream, self.event = machine, stream, event
+
+    def _record_on(self, stream: Stream) -> None:
+        event = self.event
+        event.recorded += 1
+        number = event.recorded
+
+        def reach() -> bool:
+            event.reached = max(event.reached, number)
+            return True
+
+        stream.put(reach)
+
+    def record(self) -> None:
+        self._record_on(self._stream)
+
+    def wait(self) -> None:
+        event, number = self.event, self.event.recorded
+        self._stream.put(lambda: event.reached >= number)
+
+    def over(self) -> bool:
+        return self.event.over
+
+    def handle(self) -> bytes:
+        handle = self._machine.new_handle()
+        self._machine.events[handle] = self.event
+        return handle
+
+    def force(self) -> None:
+        self._record_on(fresh := Stream())
+        while fresh.step():
+            pass
+
+
+class FakeGpu:
+    """One process's view: its one stream, and whatever memory and events it has made or opened."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.stream = Stream()
+        machine.streams.append(self.stream)
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        return 0 if isinstance(tensor, OnGpu) else None
+
+    def bus_id(self, device: int) -> str:
+        return f"0000:{device:02d}:00.0"
+
+    def device_at(self, bus_id: str) -> int:
+        return int(bus_id.split(":")[1])
+
+    def allocate(self, device: int, nbytes: int) -> torch.Tensor:
+        self.machine.allocated += nbytes
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        self.machine.allocated -= buffer.numel()
+
+    def handle(self, buffer: torch.Tensor) -> bytes:
+        handle = self.machine.new_handle()
+        self.machine.memory[handle] = buffer
+        return handle
+
+    def open(self, device: int, handle: bytes, nbytes: int) -> torch.Tensor:
+        self.machine.opened += 1
+        assert self.machine.memory[handle].numel() == nbytes
+        return self.machine.memory[handle]
+
+    def close(self, buffer: torch.Tensor) -> None:
+        self.machine.opened -= 1
+
+    def fence(self, device: int) -> FakeFence:
+        return FakeFence(self.machine, self.stream, Event())
+
+    def open_fence(self, device: int, handle: bytes) -> FakeFence:
+        return FakeFence(self.machine, self.stream, self.machine.events[handle])
+
+    def empty(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        def work() -> bool:
+            target.copy_(source)
+            return True
+
+        self.stream.put(work)
