@@ -13,8 +13,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _threshold(key, weight, bound, low):  # type: ignore[no-untyped-def]  # triton reads annotations as code
-    """The lowest key t from `low` on for which the weight above t is less than `bound`: three sums a turn, each turn a quarter."""
+def _add_each(a, b, c, x, y, z):  # type: ignore[no-untyped-def]  # triton reads annotations as code
+    return a + x, b + y, c + z
+
+
+@triton.jit
+def _threshold(key, weight, bound, low):  # type: ignore[no-untyped-def]
+    """The lowest key t from `low` on for which the weight above t is less than `bound`: three sums at once, each turn a quarter."""
     low = low.to(tl.int64)
     high = tl.max(key, 0).to(tl.int64)
     while low < high:
@@ -22,9 +27,18 @@ def _threshold(key, weight, bound, low):  # type: ignore[no-untyped-def]  # trit
         first = low + (span >> 2)
         second = low + (span >> 1)
         third = low + ((3 * span) >> 2)
-        in_first = tl.sum(tl.where(key > first.to(tl.int32), weight, 0.0), 0) < bound
-        in_second = tl.sum(tl.where(key > second.to(tl.int32), weight, 0.0), 0) < bound
-        in_third = tl.sum(tl.where(key > third.to(tl.int32), weight, 0.0), 0) < bound
+        above_first, above_second, above_third = tl.reduce(
+            (
+                tl.where(key > first.to(tl.int32), weight, 0.0),
+                tl.where(key > second.to(tl.int32), weight, 0.0),
+                tl.where(key > third.to(tl.int32), weight, 0.0),
+            ),
+            0,
+            _add_each,
+        )
+        in_first = above_first < bound
+        in_second = above_second < bound
+        in_third = above_third < bound
         high = tl.where(in_first, first, tl.where(in_second, second, tl.where(in_third, third, high)))
         low = tl.where(in_first, low, tl.where(in_second, first + 1, tl.where(in_third, second + 1, third + 1)))
     return high.to(tl.int32)
