@@ -57,6 +57,8 @@ def _sample(  # type: ignore[no-untyped-def]
         score = tl.div_rn(score, heat) + 0.0  # -0 and 0 are one score
         bits = score.to(tl.int32, bitcast=True)
         key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+        if scores.dtype.element_ty == tl.bfloat16:
+            key = tl.where(heat == 1.0, key >> 16, key)  # the lower half says nothing: half the turns
         least = tl.min(key, 0)
         k = tl.load(top_k + row)
         if k > 0:
