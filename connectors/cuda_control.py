@@ -58,7 +58,7 @@ class ControlPage:
         _ENTRY.pack_into(self._map, _at(index), 0, 0, written, read)
 
     def fence(self, index: int) -> tuple[bytes, bytes]:
-        """Handles of the events "the tensor is written" and "it has been read"."""
+        """Handles of the events "the tensor is written" and "it has been read"; zeros where there are none yet."""
         *_, written, read = _ENTRY.unpack_from(self._map, _at(index))
         return written, read
 

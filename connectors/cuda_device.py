@@ -15,6 +15,7 @@ import torch
 from omni_bus.errors import Overloaded
 
 HANDLE_BYTES = 64  # of a memory or event handle
+_BLOCK = 2 << 20  # smaller allocations share one, and a handle opens the whole of it
 
 
 class Fence(Protocol):
@@ -118,9 +119,10 @@ class CudaGpu:
     def allocate(self, device: int, nbytes: int) -> torch.Tensor:
         with _current(device) as runtime:
             try:
-                address = runtime.malloc(nbytes)
+                address = runtime.malloc(-(-nbytes // _BLOCK) * _BLOCK)
             except runtime.CUDARuntimeError as error:
                 raise Overloaded(f"cuda:{device} has no {nbytes >> 20} MiB left for the tensors between its stages") from error
+            assert address % _BLOCK == 0, "a peer would open the block around the buffer, and not the buffer"
             return _tensor(device, address, nbytes)
 
     def free(self, buffer: torch.Tensor) -> None:

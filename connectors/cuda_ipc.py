@@ -153,6 +153,9 @@ class _Peer:
         self.buffer = gpu.open(device, self.page.handle, self.page.nbytes)
         self.through: Fence = gpu.fence(device)
         self._pairs: dict[int, tuple[tuple[bytes, bytes], Pair]] = {}  # by fence, with the handles that were opened
+        for index in range(self.page.fences):
+            if any(self.page.fence(index)[0]):
+                self.fence(index)
 
     @property
     def gone(self) -> bool:

@@ -23,7 +23,7 @@ from omni_bus.errors import TooLarge
 from omni_bus.segments import is_alive
 
 ALIGNMENT = 512  # as cudaMalloc's own: any dtype, and whole sectors
-ROTATION = 32  # fences made before the first is used again
+READY_FENCES = 32  # made with the buffer, and opened with it by a receiver; more only where more tensors are under way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class DevicePool:
         self._live: dict[int, _Slot] = {}  # by fence
         self._returned: collections.deque[_Slot] = collections.deque()  # by age; their readers may not be through
         self._overwritten: list[_Slot] = []  # of those, the ones whose range was given back before
-        self._idle: collections.deque[Pair] = collections.deque()
-        self._made = 0
+        self._made = min(READY_FENCES, fences)
+        self._idle = collections.deque(self._new_fence(index) for index in range(self._made))
 
     @property
     def used(self) -> int:
@@ -141,7 +141,7 @@ class DevicePool:
         self._overwritten = [slot for slot in self._overwritten if not slot.free()]
 
     def _take_fence(self) -> Pair | None:
-        if self._idle and (self._made == self.page.fences or len(self._idle) >= ROTATION):
+        if self._idle:
             return self._idle.popleft()
         if self._made < self.page.fences:
             self._made += 1
