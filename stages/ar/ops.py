@@ -15,8 +15,9 @@ import torch.nn.functional as F
 Kernels = Literal["auto", "torch"]
 
 
-# Up to here a step is bound by its weights, and its linear layers take in what stands before and behind them.
-STEP_ROWS = 16
+# Up to here a step's linear layers take in what stands before and behind them. Measured on an H200: with one row that is 5 to 40 %
+# faster a layer, with two and more the ordinary products are (thinker, 16 rows: 364 against 221 us a layer).
+STEP_ROWS = 1
 
 
 def use_triton(x: torch.Tensor, kernels: Kernels) -> bool:
