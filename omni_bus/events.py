@@ -52,7 +52,7 @@ class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):
     """How a producer sends on one output edge of one request, decided by the broker from where both ends run."""
 
     edge: str
-    connector: str  # inline | local | shm | cuda_ipc | tcp: for tensors above 64 KiB, cuda_ipc for all on a GPU; others go inline
+    connector: str  # inline | local | shm | cuda_ipc: for tensors above 64 KiB (cuda_ipc: for all on a GPU); others go inline
     credits: int  # chunks that may be unconsumed before the producer pauses
 
 
