@@ -33,7 +33,7 @@ from typing import Any
 import uvloop
 
 from bench.demo import ROOT, free_port
-from bench.measured_server import MeasuredServer, mps
+from bench.measured_server import MeasuredServer
 from bench.trace import profile
 from omni_bus.bench_load import Load, Measured, closed_loop
 from omni_bus.bench_report import markdown, report, row, summarise
@@ -85,6 +85,7 @@ def deployment_sets(arguments: argparse.Namespace, model: pathlib.Path) -> list[
         if arguments.placement == "one":
             sets.append(f'stages.{stage}.process="gpu"')
     sets += [f"stages.{stage}.max_batch={arguments.max_batch}" for stage in ON_DEVICE]
+    sets.append(f'bus.mps="{"on" if arguments.placement == "mps" else "off"}"')
     if arguments.trace:
         sets += [f"bus.trace={arguments.trace_directory}", "bus.heartbeat_s=0.5"]
     return [*sets, *arguments.sets]
@@ -283,28 +284,26 @@ def run(arguments: argparse.Namespace, end: float, scratch: pathlib.Path, result
     model = arguments.model or scratch / "checkpoint"
     if arguments.model is None:
         write_fixture(arguments.size, arguments.weights, model)
-    with contextlib.ExitStack() as stack:
-        env = stack.enter_context(mps(scratch)) if arguments.placement == "mps" else {}
-        sets = deployment_sets(arguments, model)
-        print("starting: " + " ".join(sets), flush=True)
-        server = MeasuredServer(arguments.config or CONFIGS[arguments.size], free_port(0), sets, scratch, env)
-        try:
-            ready = server.wait_ready(min(arguments.ready_limit, end - time.monotonic()))
-            result.about["gpu_memory_ready"] = smi("gpu=memory.used,memory.total")
-            if ready is None:
-                result.problem("the server did not become ready; the ends of its logs:")
-                print(server.tails(25), flush=True)
-                return
-            result.about["ready_s"] = round(ready, 1)
-            print(f"ready after {ready:.1f} s; GPU memory {result.about['gpu_memory_ready']}", flush=True)
-            uvloop.run(measure(arguments, server, end, result))
-            result.log += uvloop.run(metrics(server.address))
-        finally:
-            result.about["gpu_memory_end"] = smi("gpu=memory.used,memory.total")
-            memory = "\n".join(smi("compute-apps=pid,name,used_memory"))
-            result.log = f"{server.tails()}\n==== GPU memory\n{memory}\n==== metrics\n{result.log}"
-            if killed := server.stop():
-                result.problem(f"{len(killed)} processes did not stop in order and were killed")
+    sets = deployment_sets(arguments, model)
+    print("starting: " + " ".join(sets), flush=True)
+    server = MeasuredServer(arguments.config or CONFIGS[arguments.size], free_port(0), sets, scratch)
+    try:
+        ready = server.wait_ready(min(arguments.ready_limit, end - time.monotonic()))
+        result.about["gpu_memory_ready"] = smi("gpu=memory.used,memory.total")
+        if ready is None:
+            result.problem("the server did not become ready; the ends of its logs:")
+            print(server.tails(25), flush=True)
+            return
+        result.about["ready_s"] = round(ready, 1)
+        print(f"ready after {ready:.1f} s; GPU memory {result.about['gpu_memory_ready']}", flush=True)
+        uvloop.run(measure(arguments, server, end, result))
+        result.log += uvloop.run(metrics(server.address))
+    finally:
+        result.about["gpu_memory_end"] = smi("gpu=memory.used,memory.total")
+        memory = "\n".join(smi("compute-apps=pid,name,used_memory"))
+        result.log = f"{server.tails()}\n==== GPU memory\n{memory}\n==== metrics\n{result.log}"
+        if killed := server.stop():
+            result.problem(f"{len(killed)} processes did not stop in order and were killed")
 
 
 def parsed() -> argparse.Namespace:

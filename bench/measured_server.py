@@ -7,26 +7,22 @@ import os
 import pathlib
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from omni_bus.process import die_with_parent
 
 READY = re.compile(rb"omni-bus: ready on (http://\S+)")
 STOP_S = 20.0  # the server itself stops in order within 5
-MPS_S = 15.0
 
 
 class MeasuredServer:
     """A child process and all of its own children. `scratch`: a directory with a short path, for run directory and logs."""
 
-    def __init__(
-        self, config: pathlib.Path, port: int, sets: Sequence[str], scratch: pathlib.Path, env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, config: pathlib.Path, port: int, sets: Sequence[str], scratch: pathlib.Path) -> None:
         self.address = ""
         self._scratch = scratch
         self._log = scratch / "up.log"
@@ -39,7 +35,7 @@ class MeasuredServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "XDG_RUNTIME_DIR": str(scratch), **(env or {})},
+                env={**os.environ, "XDG_RUNTIME_DIR": str(scratch)},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -109,45 +105,3 @@ def alive(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def mps(scratch: pathlib.Path) -> Iterator[dict[str, str]]:
-    """NVIDIA's multi-process service as a process of this user, for the block; yields the environment of its clients.
-
-    Raises RuntimeError where it does not start. No setting of the card is changed.
-    """
-    directories = {"CUDA_MPS_PIPE_DIRECTORY": scratch / "mps-pipe", "CUDA_MPS_LOG_DIRECTORY": scratch / "mps-log"}
-    for directory in directories.values():
-        directory.mkdir()
-    env = {name: str(directory) for name, directory in directories.items()}
-    everything = {**os.environ, **env}
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        raise RuntimeError("there is no nvidia-cuda-mps-control here")
-    before = _daemons()
-    started = subprocess.run(
-        ["nvidia-cuda-mps-control", "-d"], env=everything, capture_output=True, text=True, timeout=MPS_S, check=False
-    )
-    if started.returncode != 0:
-        raise RuntimeError(f"nvidia-cuda-mps-control does not start: {(started.stdout + started.stderr).strip()}")
-    try:
-        yield env
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", env=everything, text=True, timeout=MPS_S, check=False)
-        end = time.monotonic() + MPS_S
-        while (left := _daemons() - before) and time.monotonic() < end:
-            time.sleep(0.1)  # a daemon has no parent that could tell of its end
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-
-def _daemons() -> set[int]:
-    """MPS's control and server processes on this machine."""
-    found = set()
-    for name in pathlib.Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):
-            if name.read_text().startswith("nvidia-cuda-mps") and alive(int(name.parent.name)):
-                found.add(int(name.parent.name))
-    return found

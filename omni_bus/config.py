@@ -27,6 +27,7 @@ from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec, load_pipeline, pipe
 
 TABLES = ("model", "api", "bus", "stages", "edges")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MPS = ("off", "auto", "on")
 CONNECTORS = ("auto", "inline", "local", "shm", "cuda_ipc")
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -42,6 +43,7 @@ RULES: dict[str, Rule] = {
     "bus.lost_after_s": (lambda seconds: 0.1 <= seconds <= 3600, "from 0.1 to 3600"),
     "bus.retries": (lambda count: 0 <= count <= 10, "from 0 to 10"),
     "bus.gpu_buffer_mb": (lambda size: 1 <= size <= 65536, "from 1 to 65536"),
+    "bus.mps": (lambda name: name in MPS, f"one of {', '.join(MPS)}"),
     "bus.restart_backoff_s": (lambda seconds: 0.01 <= seconds <= 30, "from 0.01 to 30"),
     "stage.devices": (bool, 'a list of at least one device, such as ["cpu"] or ["cuda:0"]'),
     "stage.replicas": (lambda count: 1 <= count <= 256, "from 1 to 256"),

@@ -40,6 +40,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lost_after_s: float = 20.0  # without a heartbeat a worker counts as lost
     retries: int = 1  # of a request whose replica was lost before any output left
     gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
+    mps: str = "off"  # off | auto | on: run NVIDIA MPS for worker processes that share a GPU
     trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
     restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
 
@@ -116,6 +117,11 @@ class RunDir:
     def metrics(self) -> pathlib.Path:
         """Where several API processes keep their metrics, each in files of its own."""
         return self.path / "metrics"
+
+    @property
+    def mps(self) -> pathlib.Path:
+        """Where MPS has its sockets."""
+        return self.path / "mps"
 
     def write(self, deployment: Deployment) -> None:
         (self.path / "deployment.json").write_bytes(msgspec.json.encode(deployment))

@@ -1,4 +1,4 @@
-"""Whether a deployment can be placed: devices that exist, stages that can share a process, connectors that can reach."""
+"""Whether a deployment can be placed: devices that exist, stages that can share a process, connectors that can reach, MPS."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from omni_bus.config_text import KeyPath
 from omni_bus.deployment import Deployment
 from omni_bus.devices import missing_device
 from omni_bus.events import CLIENT
+from omni_bus.mps import missing, wanted
 from omni_bus.spec import PipelineSpec
 
 Problem = tuple[KeyPath, str]
@@ -22,6 +23,8 @@ def placement_problems(deployment: Deployment, pipeline: PipelineSpec, smaller: 
     yield from _device_problems(deployment, pipeline, smaller)
     yield from _process_problems(deployment)
     yield from _connector_problems(deployment, pipeline)
+    if deployment.bus.mps == "on" and wanted(deployment) and (reason := missing()) is not None:
+        yield ("bus", "mps"), f': {reason}; say "auto" to go on without it there'
 
 
 def _device_problems(deployment: Deployment, pipeline: PipelineSpec, smaller: str) -> Iterator[Problem]:

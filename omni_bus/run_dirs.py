@@ -10,6 +10,7 @@ import shutil
 
 from omni_bus.deployment import RunDir
 from omni_bus.errors import ConfigError
+from omni_bus.mps import end_leftovers
 
 SOCKET_PATH_BYTES = 107  # sockaddr_un's limit, less the byte that ends it
 _LOCK = "lock"
@@ -32,11 +33,12 @@ def create_run_dir() -> RunDir:
 
 
 def sweep_run_dirs(beside: RunDir) -> list[pathlib.Path]:
-    """Remove those of servers that were killed; returns their paths. Logs that a failed server left on purpose are no longer locked files
+    """Remove those of servers that were killed, and end an MPS that outlived one; returns their paths. Logs that a failed server left on purpose are no longer locked files
     and stay."""
     swept = []
     for lock in beside.path.parent.glob(f"omni-bus-*/{_LOCK}"):
         if lock.parent != beside.path and _is_free(lock):
+            end_leftovers(RunDir(lock.parent).mps)
             shutil.rmtree(lock.parent, ignore_errors=True)
             swept.append(lock.parent)
     return swept

@@ -15,6 +15,7 @@ from omni_bus.child import Child, how_it_ended
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ConfigError
 from omni_bus.events import Exited, Status, StopServing
+from omni_bus.mps import Mps, wanted
 from omni_bus.progress import Progress
 from omni_bus.run_dirs import clear_run_dir, create_run_dir, sweep_run_dirs
 from omni_bus.segments import sweep
@@ -41,6 +42,7 @@ class Supervisor:
         self._broker = self._child("broker")
         self._workers = [self._child(name) for name in deployment.workers()]
         self._apis = [self._child(f"api.{index}") for index in range(deployment.api.processes)]
+        self._mps = Mps(self._run_dir, self._progress.say) if wanted(deployment) else None
         self._link: BrokerLink | None = None
         self._stages_ready = False
         self._announced = False
@@ -63,9 +65,13 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         self._note_all("swept", [*sweep(), *(str(path) for path in sweep_run_dirs(self._run_dir))])
         self._run_dir.write(self._deployment)
-        self._start_all()
+        await self._start_mps()
+        if not self._stopping:
+            self._start_all()
         code = await self._ended
         await self._stop()
+        if self._mps is not None:
+            await self._mps.stop()
         self._note_all("swept", sweep(tag=self._run_dir.tag))
         clear_run_dir(self._run_dir, keep_logs=code != 0)
         if code != 0:
@@ -74,6 +80,26 @@ class Supervisor:
 
     def _child(self, name: str) -> Child:
         return Child(name, self._run_dir.log(name), self._on_exit)
+
+    async def _start_mps(self) -> None:
+        """Before the workers: CUDA looks for it once, when a process first uses it."""
+        if self._mps is None:
+            return
+        starting = asyncio.ensure_future(self._mps.start())
+        either: set[asyncio.Future[Any]] = {starting, self._ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return
+        if (reason := starting.result()) is None:
+            self._note("mps started")
+        elif self._deployment.bus.mps == "on":
+            self._progress.say(f"omni-bus: bus.mps: {reason}")
+            self._end(USER_ERROR)
+        else:
+            self._progress.say(f"omni-bus: going on without MPS: {reason}")
+            self._mps = None
 
     def _start_all(self) -> None:
         self._stages_ready = False
@@ -88,12 +114,18 @@ class Supervisor:
         if child is self._broker:
             child.start([*python, "omni_bus.broker_main", run_dir])
         elif child in self._workers:
-            child.start([*python, "omni_bus.workers", run_dir, child.name, str(child.incarnation)])
+            child.start(
+                [*python, "omni_bus.workers", run_dir, child.name, str(child.incarnation)],
+                environment=self._worker_environment(),
+            )
         else:
             child.start(
                 [*python, "omni_bus.api", run_dir, child.name.removeprefix("api.")], self._announce, self._api_environment()
             )
         self._note(f"{child.name} started, pid {child.pid}")
+
+    def _worker_environment(self) -> dict[str, str]:
+        return {**os.environ, **({} if self._mps is None else self._mps.environment)}
 
     def _api_environment(self) -> dict[str, str]:
         """Several API processes answer scrapes for each other, from files that prometheus_client keeps in this directory."""

@@ -11,10 +11,8 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from bench.h200 import BASELINE, Result, deployment_sets, per_step, write_all
-from bench.measured_server import MeasuredServer, alive, descendants, mps
+from bench.measured_server import MeasuredServer, alive, descendants
 from omni_bus.bench_load import Measured
 from omni_bus.bench_report import summarise
 from tests.support.running_server import CONFIGS, free_port
@@ -45,6 +43,11 @@ def test_the_users_settings_come_last() -> None:
     for stage in ("thinker", "talker", "code2wav"):
         assert {f'stages.{stage}.load="random"', f'stages.{stage}.process="gpu"'} < set(sets)
     assert not any(".process=" in one for one in deployment_sets(arguments(), pathlib.Path("/model")))
+
+
+def test_mps_is_asked_for_or_off_whatever_the_file_says() -> None:
+    for placement, mps in (("processes", "off"), ("one", "off"), ("mps", "on")):
+        assert f'bus.mps="{mps}"' in deployment_sets(arguments(placement=placement), pathlib.Path("/model"))
 
 
 def test_steps_between_two_looks() -> None:
@@ -96,36 +99,3 @@ def test_descendants_are_found_over_two_generations() -> None:
         me = descendants(os.getpid())
         assert {parent.pid, grandchild} <= me
         parent.communicate(b"\n")
-
-
-CONTROL = """#!/bin/sh
-echo "$CUDA_MPS_PIPE_DIRECTORY $* $(test -z "$1" && cat)" >> "$SAID"
-exit $CODE
-"""
-
-
-def control(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, code: int) -> pathlib.Path:
-    """A stand-in for NVIDIA's command that notes what it was told; returns where."""
-    script, said = directory / "nvidia-cuda-mps-control", directory / "said"
-    script.write_text(CONTROL)
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SAID", str(said))
-    monkeypatch.setenv("CODE", str(code))
-    return said
-
-
-def test_mps_is_ended_after_the_block(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = control(tmp_path, monkeypatch, 0)
-    pipe = tmp_path / "mps-pipe"
-    with pytest.raises(KeyError), mps(tmp_path) as env:
-        assert env == {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path / "mps-log")}
-        assert pipe.is_dir() and said.read_text().split() == [str(pipe), "-d"]
-        raise KeyError
-    assert said.read_text().splitlines()[1].split() == [str(pipe), "quit"]
-
-
-def test_mps_that_does_not_start_is_told(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control(tmp_path, monkeypatch, 1)
-    with pytest.raises(RuntimeError, match="does not start"), mps(tmp_path):
-        raise AssertionError
