@@ -21,7 +21,7 @@ class BrokerLink:
         self._endpoint = endpoint
         self._worker = worker
         self._wake_fd = wake_fd
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # its own: `close` waits for every socket of it
         self._connect()
 
     def send(self, event: events.Event, frames: Sequence[Frame] = ()) -> None:

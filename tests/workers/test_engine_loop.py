@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pathlib
 import time
+from collections.abc import Iterator
 
+import pytest
 import zmq
 
 from omni_bus.workers import engine_loop
@@ -47,20 +49,37 @@ class WokenByTime:
             self.idle_looks += 1
 
 
-def test_the_loop_wakes_when_a_stage_asked_for_it_and_not_before(tmp_path: pathlib.Path) -> None:
-    context = zmq.Context()
-    broker = context.socket(zmq.ROUTER)
-    broker.bind(f"ipc://{tmp_path}/b")
+@pytest.fixture
+def endpoint(tmp_path: pathlib.Path) -> Iterator[str]:
+    """Where a ROUTER listens; it hears nothing."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as broker:
+        broker.setsockopt(zmq.LINGER, 0)
+        broker.bind(f"ipc://{tmp_path}/b")
+        yield f"ipc://{tmp_path}/b"
+
+
+@pytest.fixture
+def wake_fd() -> Iterator[int]:
     wake_fd, write_fd = os.pipe()
-    link = BrokerLink(f"ipc://{tmp_path}/b", "stage.0", wake_fd)
+    yield wake_fd
+    os.close(wake_fd)
+    os.close(write_fd)
+
+
+def test_the_loop_wakes_when_a_stage_asked_for_it_and_not_before(endpoint: str, wake_fd: int) -> None:
+    link = BrokerLink(endpoint, "stage.0", wake_fd)
     worker = WokenByTime()
     try:
         engine_loop.run(worker, link, NeverStopped(), heartbeat_s=3600.0)
     finally:
         link.close()
-        broker.close()
-        context.term()
-        os.close(wake_fd)
-        os.close(write_fd)
     assert worker.stepped_at >= worker.due
     assert worker.idle_looks <= 5, "it blocked in between"
+
+
+@pytest.mark.timeout(20)
+def test_a_link_closes_whatever_other_sockets_its_process_holds(endpoint: str, wake_fd: int) -> None:
+    with zmq.Context.instance().socket(zmq.DEALER) as other:
+        other.connect(endpoint)
+        BrokerLink(endpoint, "stage.0", wake_fd).close()
+        other.send(b"still open")
