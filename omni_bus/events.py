@@ -46,6 +46,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     voice: str | None = None
     seed: int | None = None
     sampling: dict[str, SamplingParams] = {}  # by stage name
+    prepare: bool = False  # compute and keep what a later request with the same beginning needs, and make no output
 
 
 class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):

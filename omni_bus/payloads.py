@@ -25,15 +25,29 @@ class MediaPart(msgspec.Struct, frozen=True, tag="media"):
     index: int
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A function that the assistant called. `arguments`: a JSON object as text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
 class Message(msgspec.Struct, frozen=True):
     role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[TextPart | MediaPart, ...]
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message; the answers follow as messages of role "tool", in order
 
 
 class ChatInput(msgspec.Struct, frozen=True):
-    """client → first stage: the whole conversation, oldest message first."""
+    """client → first stage: the whole conversation, oldest message first.
+
+    tools: functions the answer may call, each the JSON text of OpenAI's `{"type": "function", "function": {name, description,
+    parameters}}`. say: the answer itself, word for word: the text stage makes no text of its own, and the rest speaks this one.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[str, ...] = ()
+    say: str | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -45,12 +59,26 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class AudioDelta(msgspec.Struct, frozen=True):
-    """stage → client: tensor `pcm`, int16 [samples], mono, never empty; an empty last delta closes the edge without a tensor."""
+    """stage → client: tensor `pcm`, int16 [samples], mono, never empty; an empty last delta closes the edge without a tensor.
+
+    spoken: characters of the answer's text (all its TextDeltas joined) that have been said when this chunk has been played, where
+    the stage knows; it never falls.
+    """
 
     sample_rate: int
+    spoken: int | None = None
+
+
+class TranscriptSegment(msgspec.Struct, frozen=True, array_like=True):
+    """A stretch of a transcript, in seconds from the audio's beginning."""
+
+    start_s: float
+    end_s: float
+    text: str
 
 
 class InputTranscript(msgspec.Struct, frozen=True):
     """stage → client: what a speech recogniser heard in one piece of the user's audio; an empty one only closes the edge."""
 
     text: str
+    segments: tuple[TranscriptSegment, ...] = ()  # where the recogniser gives times and the request asked for them
