@@ -22,6 +22,7 @@ from omni_bus.stages.contract import Chunk, Consumed, Emission, Finished, Output
 if TYPE_CHECKING:
     import msgspec
 
+    from omni_bus.stages.ar.block_keys import BlockKeys
     from omni_bus.stages.ar.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,17 @@ class Inputs:
 
     token_ids: [n] python ints; embeds: [n, hidden]; positions: int64 [3, n] (t, h, w; all equal for text);
     deepstack: [taps, n, hidden] added to the hidden states behind the first `taps` layers, or None.
+    content: [n] python ints, 0 … 2**256 - 1, that stand for what is computed from, embeds and deepstack included: rows that begin
+    with equal contents at equal positions share KV blocks. A token's is its id, which is also what token_ids without content
+    mean; a media row's is a digest of the media's features (128 bits or more) and of the row's number. Embeds without content:
+    this row shares nothing from here on. A program whose `graph_embed` gives one id different meanings must not begin with ids.
     """
 
     positions: torch.Tensor
     token_ids: Sequence[int] | None = None
     embeds: torch.Tensor | None = None
     deepstack: torch.Tensor | None = None
+    content: Sequence[int] | None = None  # read when the inputs are appended
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,11 +67,15 @@ class Row:
     ended: bool = False
     paused: bool = False
     blocks: list[int] = dataclasses.field(default_factory=list)  # KV block table
+    keys: BlockKeys | None = None  # of the blocks' contents; None = the row neither takes kept blocks nor leaves any
+    cached: int = 0  # positions at the row's beginning that were taken from kept blocks
     slot: int = 0  # 1 … max_batch while the row is admitted, its place in what a program keeps on the device; 0 = none
     seed: int = 0  # of draws that are made on the device, 0 … 2**63 - 1
 
     def append(self, inputs: Inputs) -> None:
         """More input positions, behind those already there."""
+        if self.keys is not None:
+            self.keys.extend(inputs.positions, inputs.token_ids if inputs.content is None else inputs.content)
         self._append(inputs, int(inputs.positions.max()) + 1)
 
     def append_text(self, *, token_ids: Sequence[int] | None = None, embeds: torch.Tensor | None = None) -> None:
@@ -73,6 +83,11 @@ class Row:
         count = len(token_ids) if token_ids is not None else int(embeds.shape[0])  # type: ignore[union-attr]
         begin, end = self.next_position, self.next_position + count
         positions = torch.full((3, 1), begin) if count == 1 else torch.arange(begin, end).expand(3, count)
+        if self.keys is not None:
+            if count == 1 and token_ids is not None:
+                self.keys.extend_one(begin, token_ids[0])
+            else:
+                self.keys.extend(positions, token_ids)
         self._append(Inputs(positions=positions, token_ids=token_ids, embeds=embeds), end)
 
     def _append(self, inputs: Inputs, next_position: int) -> None:
