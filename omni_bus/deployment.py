@@ -32,6 +32,16 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     media_hosts: tuple[str, ...] = ()  # hosts media URLs may name; empty = any public one
     allow_private_media: bool = False  # let media URLs reach private addresses
     cors_origins: tuple[str, ...] = ()
+    max_sessions: int = 256  # voice sessions (open WebSockets) of one API process; one more is answered 503; 0 = any
+    max_sessions_per_client: int = 0  # of them, for a key, or an address without keys; one more is answered 429; 0 = any
+    session_s: float = 3600.0  # after which a session is closed
+    session_idle_s: float = 600.0  # without a word of the client, after which it is
+    session_events_per_s: int = 200  # a client's events, averaged over ten seconds; a session above it is closed; 0 = any
+    session_event_mb: int = 16  # of one event of a client
+    session_buffer_s: float = 120.0  # of audio that has not become an item of the conversation yet
+    session_history_s: float = 600.0  # of audio in a conversation's items; the oldest items go first
+    voice_lead_s: float = 2.0  # how far ahead of its playback an answer's audio is sent
+    voice_prepare: bool = True  # let the stages work on a turn while the user still speaks
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
