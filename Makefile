@@ -3,21 +3,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS := $(VENV)-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ONCE ?=
 
-.PHONY: demo test lint format setup setup-test clean help
+.PHONY: demo test lint format setup setup-test setup-clients clean help
 
 help:
 	@echo "make demo         asks a spoken question of real models on this CPU, then goes on serving (ONCE=1: ends after its turn)"
 	@echo "make test         lint, types and every test"
 	@echo "make lint         ruff, formatting and mypy --strict"
-	@echo "make clean        removes $(VENV)"
+	@echo "make clean        removes $(VENV) and $(CLIENTS)"
 
 demo: setup
 	$(BIN)/python -m bench.demo $(if $(ONCE),--once)
 
-test: lint
+test: lint setup-clients
 	$(BIN)/python -m pytest
 
 lint: setup-test
@@ -31,6 +32,7 @@ format: setup-test
 
 setup: $(VENV)/.quickstart
 setup-test: $(VENV)/.test
+setup-clients: $(CLIENTS)/.ready
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Omni-Bus needs Python 3.11 or newer: make PYTHON=python3.11 …")'
@@ -47,5 +49,11 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.quickstart
 	$(PIP) install --no-deps dashscope==2.0.2 # carries Qwen's vocabulary, of which full-size fixtures make their tokenizer
 	@touch $@
 
+# The stock Realtime clients: their pins (protobuf) are not ours, so they have an environment of their own beside $(VENV).
+$(CLIENTS)/.ready: tests/clients/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r tests/clients/requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS)
