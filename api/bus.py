@@ -34,6 +34,12 @@ class RequestStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Item]: ...
 
+    def hold(self, edge: str) -> None:
+        """From now on an item of that edge is consumed when `consumed` says so, and not by asking for the next one."""
+
+    def consumed(self, edge: str) -> None:
+        """An item of a held edge has been used up; not to be said of its last one."""
+
     async def cancel(self) -> None:
         """Returns when every stage has acknowledged."""
 

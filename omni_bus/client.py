@@ -48,7 +48,8 @@ class _Request:
         self.ticket = ticket
         self.arrived: collections.deque[tuple[events.Delta, list[zmq.Frame]]] = collections.deque()
         self.next_seq: dict[str, int] = collections.defaultdict(int)
-        self.unreported: dict[str, int] = collections.defaultdict(int)  # chunks read and not yet said to be consumed
+        self.unreported: dict[str, int] = collections.defaultdict(int)  # chunks consumed and not yet said to be
+        self.held: set[str] = set()  # edges whose chunks are not consumed by being read
         self.sent = 0  # chunks on the entry edge
         self.credited = 0  # of them, consumed
         self.cancel_sent = False
@@ -113,9 +114,18 @@ class ClientStream:
                     return
                 delta, frames = request.arrived.popleft()
                 yield self._client._decode(delta, frames)
-                self._client._consumed(request, delta)
+                if delta.edge not in request.held and not delta.last:
+                    self._client._consumed(request, delta.edge)
         finally:
             self._client._abandon(request)
+
+    def hold(self, edge: str) -> None:
+        """From now on a chunk of that edge is consumed when `consumed` says so: the reader goes on past it, its stage does not."""
+        self._request.held.add(edge)
+
+    def consumed(self, edge: str) -> None:
+        """A chunk of a held edge has been used up; to be called once for each but the edge's last, which frees nobody."""
+        self._client._consumed(self._request, edge)
 
     async def append(
         self, payload: msgspec.Struct, tensors: Mapping[str, HostTensor] | None = None, *, last: bool = False
@@ -254,11 +264,10 @@ class BusClient:
         tensors = {ref.name: HostTensor(ref.dtype, ref.shape, frames[ref.offset].buffer) for ref in delta.refs}
         return StreamItem(delta.edge, payload, tensors, delta.last)
 
-    def _consumed(self, request: _Request, delta: events.Delta) -> None:
-        """Note that the reader came back for more, and say so in batches small enough never to stall the producer."""
-        if delta.last or request.ended.done():
+    def _consumed(self, request: _Request, edge: str) -> None:
+        """Note that a chunk was used up, and say so in batches small enough never to stall the producer."""
+        if request.ended.done() or self._closed:
             return
-        edge = delta.edge
         request.unreported[edge] += 1
         if request.unreported[edge] >= max(1, self._credits[edge] // 4):
             self._send(events.Consumed(request.ticket, edge, request.unreported.pop(edge)))

@@ -197,6 +197,23 @@ async def test_credit_goes_back_as_the_reader_reads_and_never_for_more(client: B
         await asyncio.wait_for(broker._heard.get(), 0.05)
 
 
+async def test_a_held_edge_gets_credit_for_what_was_used_up_and_not_for_what_was_read(
+    client: BusClient, broker: FakeBroker
+) -> None:
+    stream, ticket = await submit(client, broker)
+    stream.hold(OUT)
+    for seq in range(4):
+        broker.delta(ticket, seq)
+    items = aiter(stream)
+    for _ in range(4):
+        await anext(items)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(broker._heard.get(), 0.05)
+    for _ in range(2):
+        stream.consumed(OUT)
+    assert await broker.hear() == events.Consumed(ticket, OUT, 2)
+
+
 async def test_a_shutdown_ends_every_stream_and_refuses_new_ones(client: BusClient, broker: FakeBroker) -> None:
     stream, _ = await submit(client, broker)
     asking = asyncio.ensure_future(client.status())

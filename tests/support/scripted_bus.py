@@ -53,6 +53,8 @@ class ScriptedStream:
         self.usage: Mapping[str, Mapping[str, int]] = {}
         self.first_chunks: Mapping[str, float] = {}
         self.taken = 0
+        self.held: set[str] = set()
+        self.used = 0  # items of held edges that were said to be consumed
         self.ended = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -70,6 +72,13 @@ class ScriptedStream:
         self.usage = USAGE
         self.first_chunks = FIRST_CHUNKS
         self.ended.set()
+
+    def hold(self, edge: str) -> None:
+        self.held.add(edge)
+
+    def consumed(self, edge: str) -> None:
+        assert edge in self.held
+        self.used += 1
 
     async def cancel(self) -> None:
         if not self.ended.is_set():
