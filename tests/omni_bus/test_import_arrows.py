@@ -27,7 +27,7 @@ OTHERS = {
     "omni_bus": {"msgspec", "zmq", "uvloop"},
     "connectors": {"msgspec", "zmq", "numpy", "torch", "cupy"},
     "workers": {"msgspec", "zmq", "numpy", "torch"},
-    "api": {"msgspec", "uvloop", "aiohttp", "yarl", "multidict", "av", "numpy", "prometheus_client"},
+    "api": {"msgspec", "uvloop", "aiohttp", "yarl", "multidict", "av", "numpy", "onnxruntime", "prometheus_client"},
 }
 NOT_IN_STAGES = {"zmq", "aiohttp", "prometheus_client", "uvloop"}
 
@@ -144,7 +144,7 @@ def test_a_process_without_a_model_starts_without_torch(module: str) -> None:
     code = (
         f"import sys, {module}\nfrom omni_bus.spec import load_pipeline, pipeline_names\n"
         "for name in pipeline_names(): load_pipeline(name)\n"
-        "print(sorted({'torch', 'transformers', 'scipy', 'tokenizers'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'scipy', 'tokenizers', 'onnxruntime'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
