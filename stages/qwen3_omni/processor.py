@@ -178,7 +178,7 @@ class Processor:
         """The same, with a pause behind each picture and each frame taken of a video: none takes long."""
         if not chat.messages:
             raise ModelRefused("the conversation is empty; send at least one message", param="messages")
-        token_ids = self.encoder.encode(chat.messages)
+        token_ids = self.encoder.encode(chat.messages, chat.tools)
         self._check_length(len(token_ids))
         parts = [part for message in chat.messages for part in message.parts if isinstance(part, MediaPart)]
         missing = [part.index for part in parts if f"media{part.index}" not in tensors]

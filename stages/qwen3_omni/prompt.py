@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -19,10 +20,8 @@ from omni_bus.errors import CheckpointError, ModelRefused
 from omni_bus.payloads import MediaPart, Message, TextPart
 from omni_bus.stages.qwen3_omni.config import OmniConfig
 from omni_bus.stages.qwen3_omni.json_fields import read_json
-
-# Private-use characters mark where a text belongs in the rendered template; texts are put in afterwards, so they may hold them too.
-OPEN, CLOSE = "\ue0f0", "\ue0f1"
-MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+from omni_bus.stages.qwen3_omni.marked_texts import MarkedTexts
+from omni_bus.stages.qwen3_omni.tools import marked_call, marked_tool
 
 
 class PromptEncoder:
@@ -45,16 +44,28 @@ class PromptEncoder:
                 "are not those of config.json; take tokenizer and config from the same checkpoint"
             )
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the conversation and the opening of the answer, with one placeholder for each piece of media."""
-        texts: list[str] = []
-        conversation = [{"role": message.role, "content": _content(message, texts)} for message in messages]
-        rendered: str = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    def encode(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> list[int]:
+        """Token ids of the conversation and the opening of the answer, with one placeholder for each piece of media.
+
+        `tools`: as in ChatInput. Raises InvalidRequest where one of them is no function's description, ModelRefused where the
+        template has no place for a part of the conversation.
+        """
+        texts = MarkedTexts()
+        conversation = [_message(message, texts) for message in messages]
+        functions = [marked_tool(tool, texts) for tool in tools]
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                conversation, tools=functions or None, add_generation_prompt=True, tokenize=False
+            )
+        except jinja2.TemplateError as error:
+            raise ModelRefused(
+                "the model's chat template does not take these messages in this order", param="messages"
+            ) from error
         ids: list[int] = []
         stretch = ""  # text between two control tokens is encoded as one, whether template or message wrote it
-        for index, piece in enumerate(MARK.split(rendered)):
-            if index % 2:
-                stretch += texts[int(piece)]
+        for piece, by_template in texts.put_in(rendered):
+            if not by_template:
+                stretch += piece
                 continue
             for part in self._split.split(piece):
                 token = self._control.get(part)
@@ -65,6 +76,10 @@ class PromptEncoder:
                 ids.append(token)
                 stretch = ""
         return ids + self._encode_plain(stretch)
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of a text that the assistant is to say; none of them is a control token."""
+        return self._encode_plain(text)
 
     def _encode_plain(self, text: str) -> list[int]:
         if not text:
@@ -85,23 +100,30 @@ def expand(token_ids: Sequence[int], lengths: dict[int, list[int]]) -> list[int]
     return expanded
 
 
-def _content(message: Message, texts: list[str]) -> str | list[dict[str, str]]:
-    """A message's content for the template, texts replaced by marks. Plain text is one string, as every template takes it."""
+def _message(message: Message, texts: MarkedTexts) -> dict[str, Any]:
+    """A message for the template, texts replaced by marks."""
+    if message.tool_calls and message.role != "assistant":
+        raise ModelRefused(f"a {message.role} message cannot call tools; only one of the assistant can", param="messages")
+    rendered: dict[str, Any] = {"role": message.role, "content": _content(message, texts)}
+    if message.tool_calls:
+        rendered["tool_calls"] = [marked_call(call, texts) for call in message.tool_calls]
+    return rendered
+
+
+def _content(message: Message, texts: MarkedTexts) -> str | list[dict[str, str]]:
+    """Plain text is one string, as every template takes it."""
     if not any(isinstance(part, MediaPart) or part.text for part in message.parts):
+        if message.tool_calls or message.role == "tool":  # a call says nothing, and a function may return nothing
+            return ""
         raise ModelRefused(f"a {message.role} message has no content; give it text or media", param="messages")
     if all(isinstance(part, TextPart) for part in message.parts):
-        return "".join(_mark(part, texts) for part in message.parts if isinstance(part, TextPart))
+        return "".join(texts.mark(part.text) for part in message.parts if isinstance(part, TextPart))
     return [
-        {"type": "text", "text": _mark(part, texts)}
+        {"type": "text", "text": texts.mark(part.text)}
         if isinstance(part, TextPart)
         else {"type": part.kind, part.kind: part.kind}
         for part in message.parts
     ]
-
-
-def _mark(part: TextPart, texts: list[str]) -> str:
-    texts.append(part.text)
-    return f"{OPEN}{len(texts) - 1}{CLOSE}"
 
 
 def load_tokenizer(directory: pathlib.Path) -> Any:
