@@ -17,6 +17,7 @@ from torch import nn
 
 from omni_bus.errors import CheckpointError
 from omni_bus.stages.ar.attention import Attention, ContiguousAttention
+from omni_bus.stages.ar.fp8 import keeps_dtype
 from omni_bus.stages.ar.mlp import DenseConfig, DenseMLP, MoE, MoEConfig, join
 from omni_bus.stages.ar.norm import RMSNorm
 from omni_bus.stages.ar.ops import Kernels, linear_add, norm_linear, qk_norm_rope, rotate, use_step_form
@@ -206,7 +207,10 @@ class Decoder(nn.Module):
                 f"the checkpoint does not hold the decoder its config describes: {len(wrong)} tensors are missing, not expected or "
                 f"of another shape, the first is {wrong[0]!r}"
             )
-        decoder.load_state_dict({name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}, assign=True)
+        kept = {name: tensor.dtype if keeps_dtype(name, tensor) else dtype for name, tensor in tensors.items()}
+        decoder.load_state_dict(
+            {name: tensor.to(device=device, dtype=kept[name]) for name, tensor in tensors.items()}, assign=True
+        )
         decoder.eval().requires_grad_(False)
         if torch.device(device).type == "cuda":
             decoder.pack()

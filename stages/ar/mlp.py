@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from omni_bus.stages.ar.fp8 import FP8, dequantise
 from omni_bus.stages.ar.norm import RMSNorm
 from omni_bus.stages.ar.ops import Kernels, linear_add, norm_linear, silu_mul, silu_mul_plain, use_triton
 
@@ -34,6 +35,7 @@ class MoEConfig:
     intermediate: int  # of one expert
     norm_topk_prob: bool = True
     shared_intermediate: int = 0  # 0 = no shared expert
+    fp8: bool = False  # the chosen experts' weights as fp8.py has them; a shared one keeps the dtype of the model
 
 
 class DenseMLP(nn.Module):
@@ -93,12 +95,33 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' weights in two tensors: gate_up_proj [experts, 2 * intermediate, hidden], down_proj [experts, hidden, intermediate]."""
+    """All experts' weights in two tensors: gate_up_proj [experts, 2 * intermediate, hidden], down_proj [experts, hidden, intermediate].
+    In FP8 these are codes, and gate_up_proj_scale [experts, 2 * intermediate] and down_proj_scale [experts, hidden] their scales."""
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.experts, 2 * config.intermediate, hidden))
-        self.down_proj = nn.Parameter(torch.empty(config.experts, hidden, config.intermediate))
+        gate_up, down = (config.experts, 2 * config.intermediate, hidden), (config.experts, hidden, config.intermediate)
+        dtype = FP8 if config.fp8 else None
+        self.gate_up_proj = nn.Parameter(torch.empty(gate_up, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(down, dtype=dtype))
+        self.gate_up_proj_scale: nn.Parameter | None = None
+        self.down_proj_scale: nn.Parameter | None = None
+        if config.fp8:
+            self.gate_up_proj_scale = nn.Parameter(torch.empty(gate_up[:2], dtype=torch.float32))
+            self.down_proj_scale = nn.Parameter(torch.empty(down[:2], dtype=torch.float32))
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of gate_up_proj and of down_proj, in FP8."""
+        gate_up, down = self.gate_up_proj_scale, self.down_proj_scale
+        return None if gate_up is None or down is None else (gate_up.data, down.data)
+
+    def weights_of(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up [2 * intermediate, hidden] and down [hidden, intermediate] of one expert, for a product in that dtype."""
+        gate_up, down, scales = self.gate_up_proj[expert], self.down_proj[expert], self.scales
+        if scales is None:
+            return gate_up, down
+        return dequantise(gate_up, scales[0][expert], dtype), dequantise(down, scales[1][expert], dtype)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Each expert runs once, over the tokens that chose it. A token's sum over its experts is taken in the order of choice,
@@ -111,8 +134,9 @@ class Experts(nn.Module):
         begin = 0
         for expert, count in enumerate(counts):
             if count:
-                inner = silu_mul_plain(F.linear(rows[begin : begin + count], self.gate_up_proj[expert]))
-                parts.append(F.linear(inner, self.down_proj[expert]))
+                gate_up, down = self.weights_of(expert, x.dtype)
+                inner = silu_mul_plain(F.linear(rows[begin : begin + count], gate_up))
+                parts.append(F.linear(inner, down))
                 begin += count
         out = torch.empty_like(rows)
         out[order] = torch.cat(parts)
@@ -128,6 +152,13 @@ class _Packed:
     gate_up: torch.Tensor  # [experts + shared, 2 * intermediate, hidden]
     down: torch.Tensor  # [experts + shared, hidden, intermediate]
     shared: int
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of gate_up and down, where they are FP8; then `shared` is 0
+
+    def dequantised(self, dtype: torch.dtype) -> _Packed:
+        if self.scales is None:
+            return self
+        gate_up, down = dequantise(self.gate_up, self.scales[0], dtype), dequantise(self.down, self.scales[1], dtype)
+        return dataclasses.replace(self, gate_up=gate_up, down=down, scales=None)
 
 
 class MoE(nn.Module):
@@ -153,7 +184,7 @@ class MoE(nn.Module):
         shared = 0
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             self.shared_expert.pack()
-            if config.shared_intermediate % config.intermediate == 0:
+            if config.shared_intermediate % config.intermediate == 0 and not config.fp8:
                 shared = config.shared_intermediate // config.intermediate
                 router.append(self.shared_expert_gate.weight.data)
                 gates = self.shared_expert.gate_proj.weight.data.view(shared, config.intermediate, -1)
@@ -167,7 +198,11 @@ class MoE(nn.Module):
         if rows % 8:
             router.append(router[0].new_zeros(8 - rows % 8, router[0].shape[1]))
         self._packed = _Packed(
-            torch.cat(router) if len(router) > 1 else router[0], gate_up.contiguous(), down.contiguous(), shared
+            torch.cat(router) if len(router) > 1 else router[0],
+            gate_up.contiguous(),
+            down.contiguous(),
+            shared,
+            experts.scales,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +257,7 @@ def moe(
     if len(x) > GROUPED_ABOVE and _can_group(x, packed):
         parts, place = grouped_experts(x, chosen, packed.gate_up, packed.down, "auto")
     else:
-        parts = triton_moe.experts(x, chosen, packed.gate_up, packed.down)
+        parts = triton_moe.experts(x, chosen, packed.gate_up, packed.down, scales=packed.scales)
     if norm is None:
         return triton_moe.combine(parts, weights, place=place)
     return triton_moe.combine(parts, weights, place=place, residual=residual, norm_weight=norm.weight, eps=norm.eps)
@@ -239,12 +274,15 @@ def moe_step(residual: torch.Tensor, config: MoEConfig, packed: _Packed, norm: R
         shared=packed.shared,
         normalise=config.norm_topk_prob,
     )
-    return triton_moe.experts_sum(residual, weights, chosen, packed.gate_up, packed.down, norm_weight=norm.weight, eps=norm.eps)
+    return triton_moe.experts_sum(
+        residual, weights, chosen, packed.gate_up, packed.down, scales=packed.scales, norm_weight=norm.weight, eps=norm.eps
+    )
 
 
 def moe_plain(x: torch.Tensor, module: MoE, packed: _Packed) -> torch.Tensor:
     """The mixture by torch alone, from the packed tensors: what `moe` gives, up to rounding. Only with many tokens of a dtype that
-    has no grouped product does it ask the host."""
+    has no grouped product does it ask the host. FP8 weights are all brought back for the call: slow, and nothing a graph cannot hold."""
+    packed = packed.dequantised(x.dtype)
     if not _can_group(x, packed) and len(x) > _GATHERED_UP_TO:
         out: torch.Tensor = module(x)
         return out
@@ -279,7 +317,12 @@ def grouped_experts(
 
 def _can_group(x: torch.Tensor, packed: _Packed) -> bool:
     """torch._grouped_mm is for bfloat16, and for rows of whole 16 bytes."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and packed.down.shape[1] % 8 == 0 and packed.down.shape[2] % 8 == 0
+    return (
+        x.is_cuda
+        and x.dtype == packed.down.dtype == torch.bfloat16
+        and packed.down.shape[1] % 8 == 0
+        and packed.down.shape[2] % 8 == 0
+    )
 
 
 def join(layers: list[nn.Linear]) -> torch.Tensor:

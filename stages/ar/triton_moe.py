@@ -6,6 +6,9 @@ one. Pairs are counted through, pair = token * slots + slot. A step is: route (s
 blocks of BLOCK_M) → gate, up, silu·mul → down → combine (weighted sum over a token's pairs in order of choice, so that a token's
 result does not depend on the rest of the batch; with the residual and the next norm on it). With very few tokens nearly every
 pair has an expert to itself: then `align` is left out and each pair is a matrix-vector product of its own.
+
+Weights in FP8 (fp8.py; SCALED in the kernels) are brought to the dtype of x in registers, which holds every code as it is, and a
+channel's scale is multiplied in behind its sum.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
+from omni_bus.stages.ar.fp8 import FP8
 from omni_bus.stages.ar.triton_layers import norm_warps, scaled_root
 from omni_bus.stages.ar.triton_linear import depth_block
+
+Scales = tuple[torch.Tensor, torch.Tensor]  # of gate_up and of down, float32 [groups, outputs] each
 
 DIRECT_TOKENS = 2  # up to here each pair is computed by itself
 _ALIGN_CHUNK = 1024
@@ -110,6 +116,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     pair_ptr,
     expert_ptr,
@@ -122,6 +129,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     block = tl.program_id(1)
     expert = tl.load(expert_ptr + block)
@@ -154,12 +162,19 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             squares += tl.sum(wide * wide, 1)
             scale = tl.load(norm_ptr + begin + depth, mask=begin + depth < HIDDEN, other=0.0).to(tl.float32)
             x = (wide * scale[None, :]).to(out_ptr.dtype.element_ty)
+        if SCALED:
+            gate_weight = gate_weight.to(x.dtype)
+            up_weight = up_weight.to(x.dtype)
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
         up = tl.dot(x, up_weight, up, input_precision="ieee")
     if NORM:
         root = tl.rsqrt(squares / HIDDEN + eps)[:, None]
         gate = gate * root
         up = up * root
+    if SCALED:
+        gate_scale_at = scale_ptr + expert.to(tl.int64) * (2 * INTER) + row
+        gate = gate * tl.load(gate_scale_at)[None, :]
+        up = up * tl.load(gate_scale_at + INTER)[None, :]
     out = gate / (1.0 + tl.exp(-gate)) * up
     out_at = out_ptr + pair.to(tl.int64)[:, None] * INTER + column[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (column < INTER)[None, :])
@@ -169,6 +184,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 def _down_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     pair_ptr,
     expert_ptr,
@@ -178,6 +194,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     block = tl.program_id(1)
     expert = tl.load(expert_ptr + block)
@@ -200,7 +217,11 @@ def _down_kernel(  # type: ignore[no-untyped-def]
             inside = begin + depth < INTER
             x = tl.load(x_at + begin, mask=valid[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weight_at + begin, mask=inside[:, None], other=0.0)
+        if SCALED:
+            weight = weight.to(x.dtype)
         out = tl.dot(x, weight, out, input_precision="ieee")
+    if SCALED:
+        out = out * tl.load(scale_ptr + expert.to(tl.int64) * HIDDEN + row)[None, :]
     out_at = out_ptr + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (column < HIDDEN)[None, :])
 
@@ -210,6 +231,7 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     chosen_ptr,
     eps,
@@ -219,6 +241,7 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     pair = tl.program_id(1)
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
@@ -253,6 +276,10 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
         root = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
         gate = gate * root
         up = up * root
+    if SCALED:
+        gate_scale_at = scale_ptr + expert * (2 * INTER) + row
+        gate = gate * tl.load(gate_scale_at)
+        up = up * tl.load(gate_scale_at + INTER)
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + pair.to(tl.int64) * INTER + column, out.to(out_ptr.dtype.element_ty), mask=column < INTER)
 
@@ -261,12 +288,14 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
 def _down_direct_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     chosen_ptr,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     pair = tl.program_id(1)
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
@@ -286,6 +315,8 @@ def _down_direct_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(x_at + begin, mask=inside, other=0.0)
         total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
     out = tl.sum(total, 1)
+    if SCALED:
+        out = out * tl.load(scale_ptr + expert * HIDDEN + row)
     tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + column, out.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
 
 
@@ -293,6 +324,7 @@ def _down_direct_kernel(  # type: ignore[no-untyped-def]
 def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
+    scale_ptr,
     out_ptr,
     weights_ptr,
     chosen_ptr,
@@ -302,6 +334,7 @@ def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Down and combine in one, for one token: residual + the weighted sum over its pairs."""
     token = tl.program_id(1).to(tl.int64)
@@ -314,6 +347,8 @@ def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
         expert = tl.load(chosen_ptr + pair).to(tl.int64)
         share = tl.load(weights_ptr + pair).to(tl.float32)
         weight_at = weight_ptr + expert * (HIDDEN * INTER) + row[:, None] * INTER + depth[None, :]
+        if SCALED:
+            scale = tl.load(scale_ptr + expert * HIDDEN + row)
         for begin in tl.static_range(0, INTER, BLOCK_K):
             if INTER % BLOCK_K == 0:
                 weight = tl.load(weight_at + begin)
@@ -322,6 +357,8 @@ def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
                 inside = begin + depth < INTER
                 weight = tl.load(weight_at + begin, mask=inside[None, :], other=0.0)
                 x = tl.load(x_ptr + pair * INTER + begin + depth, mask=inside, other=0.0)
+            if SCALED:  # each slot's expert has scales of its own, and all go into one sum
+                weight = weight.to(tl.float32) * scale[:, None]
             total += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     out = tl.sum(total, 1).to(dtype).to(tl.float32) + tl.load(residual_ptr + token * HIDDEN + row).to(tl.float32)
@@ -422,31 +459,44 @@ def experts(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
+    scales: Scales | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
     """x [N, hidden], numbers int32 [N, slots], gate_up [groups, 2 * inter, hidden], down [groups, hidden, inter] → each pair's expert
-    output, not yet weighted, [N * slots, hidden]. With norm_weight [hidden]: of the normalised x, as triton_linear does it."""
+    output, not yet weighted, [N * slots, hidden]. With norm_weight [hidden]: of the normalised x, as triton_linear does it. With scales
+    both weights are FP8."""
     tokens, slots = chosen.shape
     groups, hidden, inter = down.shape
-    _check(x, chosen, gate_up, down)
+    _check(x, chosen, gate_up, down, scales)
+    first_scale, second_scale = (gate_up, down) if scales is None else scales
     pairs = tokens * slots
     inner = x.new_empty(pairs, inter)
     out = x.new_empty(pairs, hidden)
-    normed = norm_weight is not None
-    scale = x if norm_weight is None else norm_weight
     if tokens <= DIRECT_TOKENS:
-        _gate_up_direct(x, chosen, gate_up, inner, norm_weight, eps)
-        depth = depth_block(inter, 256)
-        _down_direct_kernel[(triton.cdiv(hidden, 16), pairs)](inner, down, out, chosen, hidden, inter, 16, depth, num_warps=4)
+        _gate_up_direct(x, chosen, gate_up, scales, inner, norm_weight, eps)
+        _down_direct_kernel[(triton.cdiv(hidden, 16), pairs)](
+            inner,
+            down,
+            second_scale,
+            out,
+            chosen,
+            hidden,
+            inter,
+            16,
+            depth_block(inter, 256),
+            scales is not None,
+            num_warps=4,
+        )
         return out
     block_m, first, second = tiles(tokens, slots, groups, x.dtype)
     pair_table, expert_table = align(chosen, groups=groups, block_m=block_m)
     blocks = len(expert_table)
     _gate_up_kernel[(triton.cdiv(inter, first.columns), blocks)](
         x,
-        scale,
+        x if norm_weight is None else norm_weight,
         gate_up,
+        first_scale,
         inner,
         pair_table,
         expert_table,
@@ -458,13 +508,15 @@ def experts(
         block_m,
         first.columns,
         depth_block(hidden, first.depth),
-        normed,
+        norm_weight is not None,
+        scales is not None,
         num_warps=first.warps,
         num_stages=first.stages,
     )
     _down_kernel[(triton.cdiv(hidden, second.columns), blocks)](
         inner,
         down,
+        second_scale,
         out,
         pair_table,
         expert_table,
@@ -474,6 +526,7 @@ def experts(
         block_m,
         second.columns,
         depth_block(inter, second.depth),
+        scales is not None,
         num_warps=second.warps,
         num_stages=second.stages,
     )
@@ -487,6 +540,7 @@ def experts_sum(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     *,
+    scales: Scales | None = None,
     norm_weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
@@ -495,15 +549,28 @@ def experts_sum(
     tokens, slots = chosen.shape
     _, hidden, inter = down.shape
     if tokens > DIRECT_TOKENS:
-        parts = experts(x, chosen, gate_up, down, norm_weight=norm_weight, eps=eps)
+        parts = experts(x, chosen, gate_up, down, scales=scales, norm_weight=norm_weight, eps=eps)
         return combine(parts, weights, residual=x)[0]
-    _check(x, chosen, gate_up, down)
+    _check(x, chosen, gate_up, down, scales)
     inner = x.new_empty(tokens * slots, inter)
-    _gate_up_direct(x, chosen, gate_up, inner, norm_weight, eps)
+    _gate_up_direct(x, chosen, gate_up, scales, inner, norm_weight, eps)
     out = torch.empty_like(x)
     columns, warps = (8, 4) if hidden >= 2048 else (4, 2)
     _down_sum_direct_kernel[(triton.cdiv(hidden, columns), tokens)](
-        inner, down, out, weights, chosen, x, hidden, inter, slots, columns, depth_block(inter, 256), num_warps=warps
+        inner,
+        down,
+        down if scales is None else scales[1],
+        out,
+        weights,
+        chosen,
+        x,
+        hidden,
+        inter,
+        slots,
+        columns,
+        depth_block(inter, 256),
+        scales is not None,
+        num_warps=warps,
     )
     return out
 
@@ -512,6 +579,7 @@ def _gate_up_direct(
     x: torch.Tensor,
     chosen: torch.Tensor,
     gate_up: torch.Tensor,
+    scales: Scales | None,
     inner: torch.Tensor,
     norm_weight: torch.Tensor | None,
     eps: float,
@@ -521,6 +589,7 @@ def _gate_up_direct(
         x,
         x if norm_weight is None else norm_weight,
         gate_up,
+        gate_up if scales is None else scales[0],
         inner,
         chosen,
         eps,
@@ -530,15 +599,18 @@ def _gate_up_direct(
         8,
         depth_block(hidden, 512),
         norm_weight is not None,
+        scales is not None,
         num_warps=4,
     )
 
 
-def _check(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+def _check(x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, scales: Scales | None) -> None:
     groups, hidden, inter = down.shape
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous() and chosen.is_contiguous()
     assert x.shape == (len(chosen), hidden) and gate_up.shape == (groups, 2 * inter, hidden)
-    assert x.dtype == gate_up.dtype == down.dtype and chosen.dtype == torch.int32
+    assert gate_up.dtype == down.dtype == (x.dtype if scales is None else FP8) and chosen.dtype == torch.int32
+    for weight, scale in zip((gate_up, down), scales or (), strict=False):
+        assert scale.is_contiguous() and scale.shape == weight.shape[:2] and scale.dtype == torch.float32
 
 
 def combine(
