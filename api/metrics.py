@@ -180,6 +180,10 @@ class _BusCollector(Collector):
         ready = GaugeMetricFamily("omni_bus_stage_ready", "1 if the replica takes requests.", labels=per_replica)
         steps = CounterMetricFamily("omni_bus_stage_steps", "Steps run.", labels=per_replica)
         busy = CounterMetricFamily("omni_bus_stage_busy_seconds", "Time spent in steps.", labels=per_replica)
+        computed = CounterMetricFamily("omni_bus_stage_prompt_computed", "Prompt positions computed.", labels=per_replica)
+        cached = CounterMetricFamily(
+            "omni_bus_stage_prompt_cached", "Prompt positions whose KV was there already.", labels=per_replica
+        )
         restarts = CounterMetricFamily("omni_bus_stage_restarts", "Times the worker was started again.", labels=per_replica)
         per_edge = ["edge", "connector", "worker"]
         chunks = CounterMetricFamily("omni_bus_edge_chunks", "Chunks sent.", labels=per_edge)
@@ -205,6 +209,8 @@ class _BusCollector(Collector):
                 gauges[name].add_metric(where, value)
             steps.add_metric(where, load.steps)
             busy.add_metric(where, load.busy_s)
+            computed.add_metric(where, load.prompt_computed)
+            cached.add_metric(where, load.prompt_cached)
             for family, totals in ((chunks, load.chunks), (sent, load.bytes)):
                 for key, total in totals.items():
                     edge, _, connector = key.partition("|")
@@ -222,4 +228,5 @@ class _BusCollector(Collector):
         edge_chunks = CounterMetricFamily("omni_bus_broker_edge_chunks", "Chunks that passed the broker.", labels=["edge"])
         for edge, count in self.status.edge_chunks.items():
             edge_chunks.add_metric([edge], count)
-        yield from (ready, *gauges.values(), steps, busy, restarts, chunks, sent, requests, ended, edge_chunks)
+        yield from (ready, *gauges.values(), steps, busy, computed, cached)
+        yield from (restarts, chunks, sent, requests, ended, edge_chunks)

@@ -68,6 +68,8 @@ class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    prompt_computed: int = 0  # prompt positions
+    prompt_cached: int = 0  # those whose KV was there already
     slots_used: int = 0
     slots_total: int = 0
     segments_used: int = 0  # connector slots handed out and not yet returned

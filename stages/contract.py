@@ -118,6 +118,8 @@ class StageStats:
     batch: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    prompt_computed: int = 0  # prompt positions computed since the start
+    prompt_cached: int = 0  # those whose KV was there already
     slots_used: int = 0
     slots_total: int = 0
 

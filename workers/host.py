@@ -209,6 +209,8 @@ class StageHost:
             busy_s=self._busy_s,
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
+            prompt_computed=stats.prompt_computed,
+            prompt_cached=stats.prompt_cached,
             slots_used=stats.slots_used,
             slots_total=stats.slots_total,
             segments_used=self._connectors.used,

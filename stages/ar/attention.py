@@ -144,6 +144,12 @@ class PagedAttention:
             prefills=tuple(prefills),
         )
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [N]: where the planned tokens are kept."""
+        assert self._plan is not None, "plan comes first"
+        return self._plan.slots
+
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         plan = self._plan
         assert plan is not None and len(plan.slots) == len(query)

@@ -113,6 +113,10 @@ class CausalLMProgram:
             with isolated(row):
                 self._sampled(row, token)
 
+    def prepared(self, row: Row) -> None:
+        self.emit_text(row, Release(), "stop")
+        row.finish({"prompt_tokens": row.data.prompt_tokens, "completion_tokens": 0})
+
     def release(self, row: Row) -> None:
         row.data = None
 

@@ -15,6 +15,7 @@ import torch
 
 from omni_bus.errors import StageFailed
 from omni_bus.stages.ar.attention import PagedAttention, Span, upload
+from omni_bus.stages.ar.blocks import BlockManager
 from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.graphs import Drawn, StepGraphs
 from omni_bus.stages.ar.program import Inputs, Program, Row, fail_row, isolated
@@ -42,12 +43,16 @@ class Engine:
         program: Program,
         attention: PagedAttention,
         sampler: Sampler,
+        blocks: BlockManager,
         *,
         max_length: int,
     ) -> None:
         self.program = program
         self.attention = attention
         self.sampler = sampler
+        self.blocks = blocks
+        self.prompt_computed = 0  # prompt positions, in total
+        self.prompt_cached = 0  # those that were taken from kept blocks instead
         self.max_length = max_length
         self.graphs: StepGraphs | None = None
         self.prompts: PromptGraphs | None = None
@@ -67,10 +72,20 @@ class Engine:
 
     @torch.no_grad()
     def admit(self, row: Row) -> None:
-        """The row has got its slot and its blocks."""
-        if self.graphs is not None:
-            with self._on_device(), isolated(row):
+        """The row has got its slot and its blocks, of which those of its first `cached` positions are filled."""
+        with self._on_device(), isolated(row):
+            if self.graphs is not None:
                 self.graphs.admit(row)
+            if row.cached:
+                self._take_kept(row)
+
+    def _take_kept(self, row: Row) -> None:
+        _drop_inputs(Piece(row, row.cached))
+        self.prompt_cached += row.cached
+        cache = self.attention.cache
+        if cache.captured is not None:
+            (slots,) = upload((cache.slots(row.blocks, row.cached),), self.device)
+            self.program.computed(row, 0, cache.captured.index_select(0, slots))
 
     @torch.no_grad()
     def run(self, pieces: Sequence[Piece]) -> int:
@@ -159,6 +174,7 @@ class Engine:
         states: tuple[torch.Tensor, torch.Tensor | None] = self.program.decoder(
             embeds, places.view(3, -1), self.attention, deepstack=deepstack, capture_layer=self.program.capture_layer
         )
+        self.attention.cache.capture(self.attention.slots, states[1])
         return states
 
     def _embeds(self, inputs: Sequence[Inputs], token_ids: torch.Tensor) -> torch.Tensor:
@@ -196,11 +212,16 @@ class Engine:
     def _commit(self, pieces: Sequence[Piece], outcome: _Outcome) -> None:
         begin = 0
         for piece in pieces:
-            start = piece.row.computed
+            row, start = piece.row, piece.row.computed
             _drop_inputs(piece)
-            if outcome.captured is not None and not piece.row.output_ids:
-                with isolated(piece.row):
-                    self.program.computed(piece.row, start, outcome.captured[begin : begin + piece.count])
+            self._keep(row, start)
+            if not row.output_ids:
+                self.prompt_computed += piece.count
+                with isolated(row):
+                    if outcome.captured is not None:
+                        self.program.computed(row, start, outcome.captured[begin : begin + piece.count])
+                    if row.request.options.prepare and row.prompt_closed and row.computed == row.length:
+                        self.program.prepared(row)
             begin += piece.count
         rows = [pieces[index].row for index in outcome.ready]
         if outcome.drawn is not None:
@@ -212,13 +233,21 @@ class Engine:
             elif good:
                 self._sample([rows[index] for index in good], outcome.scores[good], outcome.hidden[good])
 
+    def _keep(self, row: Row, start: int) -> None:
+        """Let others find the blocks that the positions from `start` on have filled."""
+        if row.keys is not None:
+            size = self.blocks.block_size
+            for index in range(start // size, min(row.computed // size, len(row.keys.keys))):
+                self.blocks.keep(row.blocks[index], row.keys.keys[index])
+
     def _finite(self, rows: Sequence[Row], finite: Sequence[bool]) -> list[int]:
-        """Which rows go on: a row whose scores are not finite fails."""
+        """Which rows go on: a row whose scores are not finite fails, and nobody shall find what they came from."""
         good = []
         for index, (row, is_finite) in enumerate(zip(rows, finite, strict=True)):
             if not is_finite and not row.ended:
                 logger.error("request %d: scores are not finite", row.request.id)
                 row.fail(StageFailed("the model computed no finite scores for this request").info())
+                self.blocks.forget(row.blocks)
             if not row.ended:
                 good.append(index)
         return good
@@ -309,7 +338,8 @@ def _untouched_again(rows: Sequence[Row], hand_over: Callable[[], None], again: 
 
 def _is_ready(piece: Piece) -> bool:
     """Whether a token comes behind the piece."""
-    return piece.row.prompt_closed and piece.row.computed + piece.count == piece.row.length
+    row = piece.row
+    return row.prompt_closed and row.computed + piece.count == row.length and not row.request.options.prepare
 
 
 def _next_inputs(piece: Piece) -> list[Inputs]:

@@ -90,6 +90,7 @@ class StepGraphs:
         views["positions"][:, :count] = torch.cat([one.positions for one in inputs], dim=1).numpy()
         views["tokens"][:count] = [0 if one.token_ids is None else one.token_ids[0] for one in inputs]
         views["lengths"][:count] = [row.computed + 1 for row in rows]
+        views["places"][:count] = [self.attention.cache.slot(row.blocks, row.computed) for row in rows]
         views["given"][:count] = [one.embeds is not None for one in inputs]
         for index, one in enumerate(inputs):
             if one.embeds is not None:
@@ -136,7 +137,10 @@ class StepGraphs:
             step = bucket.step
             inputs = torch.where(bucket.given[:, None], bucket.embeds, self.program.graph_embed(step))
             self.attention.begin(step.slots, bucket.lengths)
-            hidden, _ = self.program.decoder(inputs, step.positions, self.attention)
+            cache = self.attention.cache
+            layer = None if cache.captured is None else self.program.capture_layer
+            hidden, captured = self.program.decoder(inputs, step.positions, self.attention, capture_layer=layer)
+            cache.capture(bucket.places, captured)
             return self._draw(hidden, step)
 
         return forward
@@ -160,6 +164,7 @@ class _Bucket:
             "tokens": (torch.int64, (size,)),
             "seeds": (torch.int64, (size,)),
             "draws": (torch.int64, (size,)),
+            "places": (torch.int64, (size,)),  # the slots of the rows' new positions in the cache
             "top_k": (torch.int64, (size,)),
             "temperature": (torch.float32, (size,)),
             "top_p": (torch.float32, (size,)),
@@ -178,6 +183,7 @@ class _Bucket:
         self.views = {name: _view(self.host, *where).numpy() for name, where in layout.items()}
         on_device = {name: _view(self.device, *where) for name, where in layout.items()}
         self.lengths = on_device.pop("lengths")
+        self.places = on_device.pop("places")
         self.given = on_device.pop("given")
         self.step = StepTensors(**on_device)
         self.embeds = torch.zeros(size, hidden, dtype=dtype, device=device)

@@ -1,4 +1,8 @@
-"""The paged KV cache: one key and one value tensor for all layers, cut into blocks of `block_size` positions."""
+"""The paged KV cache: one key and one value tensor for all layers, cut into blocks of `block_size` positions.
+
+Beside them, where a program wants to see the hidden states of one layer, those of every position: a block that is shared brings
+them along.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,14 @@ class KVCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, *, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: DecoderConfig,
+        *,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        captures: bool = False,
     ) -> None:
         self.block_size = block_size
         self.scratch = blocks + 1
@@ -27,18 +38,30 @@ class KVCache:
         shape = (config.layers, (blocks + 2) * block_size, config.kv_heads, config.head_dim)
         self._keys = torch.empty(shape, dtype=dtype, device=device)  # pages are touched when a block is first written
         self._values = torch.empty(shape, dtype=dtype, device=device)
+        width = (blocks + 2) * block_size, config.hidden
+        self.captured = torch.empty(width, dtype=dtype, device=device) if captures else None
         for cache in (self._keys, self._values):
             cache[:, :block_size] = 0
             cache[:, -block_size:] = 0
 
     @staticmethod
-    def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers."""
-        return 2 * config.layers * block_size * config.kv_heads * config.head_dim * dtype.itemsize
+    def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, captures: bool = False) -> int:
+        """Bytes of one block over all layers, captured states included."""
+        values = 2 * config.layers * config.kv_heads * config.head_dim + (config.hidden if captures else 0)
+        return values * block_size * dtype.itemsize
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, [slots, kv_heads, head_dim] each."""
         return self._keys[layer], self._values[layer]
+
+    def capture(self, slots: torch.Tensor, states: torch.Tensor | None) -> None:
+        """Keep the captured layer's states [N, hidden] of the positions in `slots`, int64 [N] on the device, if any are kept."""
+        if self.captured is not None and states is not None:
+            self.captured.index_copy_(0, slots, states)
+
+    def slot(self, blocks: Sequence[int], position: int) -> int:
+        """The slot of one position of a row."""
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def slots(self, blocks: Sequence[int], length: int) -> torch.Tensor:
         """int64 [length], on the CPU: the slots of a row's first `length` positions."""

@@ -16,6 +16,7 @@ class AROptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory: str = "auto"  # of a card, for weights, workspace and KV blocks together, such as "40GiB"; "auto" = a share of it
     max_prefill_tokens: int = 512  # prompt positions in one step, besides one position of every decoding row
     max_length: int = 0  # positions of a row, prompt and output; 0 = what the model can
+    prefix_cache: bool = True  # keep KV blocks for requests that begin alike
     graphs: Literal["auto", "decode", "plain", "off"] = "auto"  # auto: CUDA graphs on a GPU; plain: their steps, not captured
     attention: Literal["auto", "triton", "torch"] = "auto"  # of those steps; auto: the kernel on a GPU
     kernels: Literal["auto", "torch"] = "auto"  # of the decoder's layers; auto: Triton on a GPU, torch: plain operators

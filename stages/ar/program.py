@@ -113,7 +113,9 @@ class Row:
         self.outbox.append(Consumed(self.request.id, edge, count))
 
     def finish(self, usage: Mapping[str, int]) -> None:
-        """The request is done in this stage; the engine frees its blocks."""
+        """The request is done in this stage; the engine frees its blocks. Usage gets `cached_tokens` of a row that could share."""
+        if self.keys is not None and not self.keys.empty:
+            usage = {**usage, "cached_tokens": self.cached}
         self.outbox.append(Finished(self.request.id, usage))
         self.ended = True
 
@@ -164,8 +166,8 @@ class Program(Protocol):
         """[rows, hidden], post-norm → float32 [rows, vocab]."""
 
     def computed(self, row: Row, start: int, captured: torch.Tensor) -> None:
-        """Prompt positions start … start+n-1 were computed; captured: [n, hidden] of `capture_layer`, valid during the call. Only
-        called where that is set, and only for positions of the prompt."""
+        """Prompt positions start … start+n-1 were computed, or taken from kept blocks; captured: [n, hidden] of `capture_layer`,
+        valid during the call. Only called where that is set, and only for positions of the prompt."""
 
     def sampled(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """One token each was sampled (already in row.output_ids; row.finish_reason says whether it was the last).
@@ -174,6 +176,10 @@ class Program(Protocol):
         Do what is batched first and touch each row inside `isolated(row)`: an exception that leaves this method makes the engine
         call it again for each untouched row alone, with the row's generator as it was, and fails the rows already touched.
         """
+
+    def prepared(self, row: Row) -> None:
+        """The prompt of a request with options.prepare is computed, and no token is sampled: close every output edge that is open
+        with an empty last chunk, and finish."""
 
     def release(self, row: Row) -> None:
         """The row is gone (done, failed or cancelled): free what the program holds for it."""

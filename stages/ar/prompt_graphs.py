@@ -112,6 +112,7 @@ class PromptGraphs:
         def forward() -> States:
             self._attention.begin(numbers[3], numbers[4], dtype)
             states: States = self._decoder(embeds, numbers[:3], self._attention, capture_layer=self._capture_layer)
+            self._cache.capture(numbers[3], states[1])
             return states
 
         return _Size(host, numbers, embeds, capture(forward))

@@ -1,7 +1,8 @@
 """Which rows compute what in the next step.
 
 A row waits until its worst case fits into the free KV blocks, which are then its own until it is gone: an admitted row always
-runs to its end, so that rows can never block each other half way. Rows that are not ready are simply passed over.
+runs to its end, so that rows can never block each other half way. Rows that are not ready are simply passed over. Blocks that hold
+the beginning of its prompt already are shared, and take no room that another row does not hold.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Scheduler:
         """The row is gone; its blocks and its slot are free at once."""
         self.waiting.pop(row.request.id, None)
         self.running.pop(row.request.id, None)
-        self.blocks.free(row.blocks)
+        self.blocks.free(row.blocks)  # full ones are kept for others
         if row.slot:
             self._slots.append(row.slot)
             row.slot = 0
@@ -99,7 +100,7 @@ class Scheduler:
 
     def positions_needed(self, row: Row) -> int:
         """The most positions the row can come to; the last token of its output is never computed."""
-        max_tokens = row.request.sampling.max_tokens
+        max_tokens = 1 if row.request.options.prepare else row.request.sampling.max_tokens
         prompt = row.length if row.prompt_closed else row.prompt_length
         if prompt is None or max_tokens is None:
             return self.max_length
@@ -109,11 +110,21 @@ class Scheduler:
         return next((row for row in self.waiting.values() if computable(row)), None)
 
     def _can_admit(self, row: Row) -> bool:
+        if len(self.running) >= self.max_batch:
+            return False
         needed = self.blocks.needed(self.positions_needed(row))
-        return len(self.running) < self.max_batch and self.blocks.can_allocate(needed)
+        return self.blocks.can_allocate(needed) or self.blocks.can_allocate(needed, self._kept(row))
+
+    def _kept(self, row: Row) -> list[int]:
+        """Blocks that hold the beginning of the row, without its last position: what is sampled needs one that is computed."""
+        if row.keys is None or row.computed:
+            return []
+        return self.blocks.find(row.keys.keys[: (row.length - 1) // self.blocks.block_size])
 
     def _admit(self, row: Row) -> None:
         del self.waiting[row.request.id]
         self.running[row.request.id] = row
-        row.blocks = self.blocks.allocate(self.blocks.needed(self.positions_needed(row)))
+        kept = self._kept(row)
+        row.blocks = self.blocks.allocate(self.blocks.needed(self.positions_needed(row)), kept)
+        row.cached = len(kept) * self.blocks.block_size
         row.slot = self._slots.pop()

@@ -9,6 +9,7 @@ import torch
 
 from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, StageFailed
 from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention
+from omni_bus.stages.ar.block_keys import BlockKeys
 from omni_bus.stages.ar.blocks import BlockManager
 from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.engine import Engine
@@ -35,6 +36,7 @@ class ARStage(WokenByEvents):
         self._rows: dict[int, Row] = {}
         self._batch = 0
         self._device = torch.device("cpu")
+        self._shared_block = 0  # positions of a KV block; 0 = blocks are not shared
         self._scheduler: Scheduler | None = None
         self._engine: Engine | None = None
 
@@ -49,14 +51,21 @@ class ARStage(WokenByEvents):
         steps, kernel = self._steps(ctx, options)
         if steps is not None and not kernel:
             max_length = min(max_length, _GATHERED)
-        one = KVCache.block_bytes(decoder.config, options.block_size, parameter.dtype)
+        self._shared_block = options.block_size if options.prefix_cache else 0
+        captures = options.prefix_cache and self.program.capture_layer is not None
+        one = KVCache.block_bytes(decoder.config, options.block_size, parameter.dtype, captures=captures)
         total = block_count(ctx, options, self._device, block_bytes=one, max_length=max_length)
         max_length = min(max_length, total * options.block_size)
         if max_length < 2:
             raise ConfigError(f"stage {ctx.stage}: there is no memory for one KV block; give it more (memory or kv_memory_mb)")
         blocks = BlockManager(total, options.block_size)
         cache = KVCache(
-            decoder.config, blocks=total, block_size=options.block_size, dtype=parameter.dtype, device=parameter.device
+            decoder.config,
+            blocks=total,
+            block_size=options.block_size,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            captures=captures,
         )
         self._scheduler = Scheduler(
             blocks,
@@ -66,15 +75,16 @@ class ARStage(WokenByEvents):
             whole_prompts=steps is not None,
         )
         sampler = Sampler(self.program.eos_ids, self.program.suppressed_ids)
-        self._engine = Engine(self.program, PagedAttention(decoder.config, cache), sampler, max_length=max_length)
+        attention = PagedAttention(decoder.config, cache)
+        self._engine = Engine(self.program, attention, sampler, blocks, max_length=max_length)
         if steps is not None:
             max_batch = ctx.config.max_batch
-            attention = DecodeAttention(decoder.config, cache, slots=max_batch, max_length=max_length, kernel=kernel)
+            decode = DecodeAttention(decoder.config, cache, slots=max_batch, max_length=max_length, kernel=kernel)
             prompts = PromptGraphs(
                 decoder, cache, capture_layer=steps.capture_layer, max_tokens=min(options.max_prefill_tokens, max_length)
             )
             self._engine.use(
-                StepGraphs(steps, attention, max_batch=max_batch),
+                StepGraphs(steps, decode, max_batch=max_batch),
                 None if options.graphs == "decode" else prompts,
                 Capture(self._device, captures=options.graphs != "plain"),
                 ctx.progress,
@@ -85,6 +95,7 @@ class ARStage(WokenByEvents):
         assert request.id not in self._rows
         generator = self._generator(request)
         row = Row(request, generator, seed=0 if generator is None else generator.initial_seed() % 2**63)
+        row.keys = BlockKeys(self._shared_block) if self._shared_block else None
         self.program.start(row)
         self._rows[request.id] = row
         self._loaded[0].add(row)
@@ -96,6 +107,8 @@ class ARStage(WokenByEvents):
         try:
             self.program.feed(row, chunk)
             self._check(row)
+            if row.request.options.prepare and row.prompt_closed and row.keys is None and not row.ended:
+                self.program.prepared(row)  # nothing is kept, so there is nothing to compute
         except OmniBusError:
             self._release(row)
             raise
@@ -138,13 +151,15 @@ class ARStage(WokenByEvents):
         return emissions
 
     def stats(self) -> StageStats:
-        scheduler, _ = self._loaded
+        scheduler, engine = self._loaded
         return StageStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
             batch=self._batch,
             kv_blocks_used=scheduler.blocks.used,
             kv_blocks_total=scheduler.blocks.total,
+            prompt_computed=engine.prompt_computed,
+            prompt_cached=engine.prompt_cached,
         )
 
     @property

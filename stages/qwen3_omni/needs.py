@@ -35,7 +35,7 @@ def stage_needs(deployment: Deployment) -> dict[str, StageNeed]:
     config, code2wav = parse_config(fields), code2wav_config.parse(Section(fields).section("code2wav_config"))
     weights = parameters(fields)
     stages = deployment.stages
-    thinker = _decoder(stages["thinker"], config.thinker.text, weights["thinker"])
+    thinker = _decoder(stages["thinker"], config.thinker.text, weights["thinker"], captures=True)
     # The Thinker's embedding table, projected at load: both are there for a moment.
     talker_dtype, rows = DTYPE_BYTES[stages["talker"].dtype], config.thinker.text.vocab_size
     talker = _decoder(stages["talker"], config.talker.text, weights["talker"] + rows * config.talker.text.hidden_size)
@@ -63,10 +63,12 @@ def on_card(stage: StageConfig) -> bool:
     return any(device != "cpu" for device in stage.devices)
 
 
-def _decoder(stage: StageConfig, stack: StackConfig, weights: int) -> StageNeed:
+def _decoder(stage: StageConfig, stack: StackConfig, weights: int, *, captures: bool = False) -> StageNeed:
+    """`captures`: whether the states of one layer are kept beside the KV blocks that others may share."""
     options = msgspec.convert(stage.options, DecoderOptions)
     size = DTYPE_BYTES[stage.dtype]
-    position = 2 * stack.num_layers * stack.num_kv_heads * stack.head_dim * size
+    layer = stack.hidden_size if captures and options.prefix_cache else 0
+    position = (2 * stack.num_layers * stack.num_kv_heads * stack.head_dim + layer) * size
     length = min(stack.max_positions, options.max_length or stack.max_positions)
     state: int | None = None
     if options.kv_blocks:

@@ -195,6 +195,9 @@ class TalkerProgram:
         state.unspoken = True
         self._next_input(row, state)
 
+    def prepared(self, row: Row) -> None:
+        self._finish(row)
+
     def _finish(self, row: Row) -> None:
         state = self._state(row)
         row.emit(CODE2WAV, CodecFrames(0), last=True)

@@ -152,8 +152,15 @@ class ThinkerProgram:
             self._send(row, release, spoken=release.token_ids)
             row.append_text(token_ids=[token])
             return
-        usage = {"prompt_tokens": self._state(row).prompt_tokens, "completion_tokens": len(row.output_ids)}
-        row.finish(usage)
+        self._finish(row)
+
+    def prepared(self, row: Row) -> None:
+        """As an answer that ends at once: the Talker hears of an end and says nothing."""
+        self._send(row, Release(), spoken=(self.config.ids.im_end,), finish_reason="stop")
+        self._finish(row)
+
+    def _finish(self, row: Row) -> None:
+        row.finish({"prompt_tokens": self._state(row).prompt_tokens, "completion_tokens": len(row.output_ids)})
 
     def _send(self, row: Row, release: Release, *, spoken: tuple[int, ...], finish_reason: FinishReason | None = None) -> None:
         """To the Talker all that is decided, at once; to the client what makes text."""

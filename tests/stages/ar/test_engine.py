@@ -132,7 +132,7 @@ def test_greedy_tokens_equal_transformers(tiny_llama, model):
         expected = reference(tiny_llama, prompt(number, 3 + 5 * number))
         assert bus.ids[number] == expected
         assert bus.finish[number] == ("stop" if expected[-1] == EOS else "length")
-        assert bus.usage[number] == {"prompt_tokens": 3 + 5 * number, "completion_tokens": len(expected)}
+        assert bus.usage[number] == {"prompt_tokens": 3 + 5 * number, "completion_tokens": len(expected), "cached_tokens": 0}
         assert bus.text[number] == model.tokenizer.decode(expected, skip_special_tokens=True)
         assert bus.consumed[number] == 1
     bus.check_empty()

@@ -14,6 +14,7 @@ from omni_bus.spec import load_pipeline
 from omni_bus.stages.ar.kv_budget import block_count
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.options import AROptions
+from omni_bus.stages.ar.stage import ARStage
 from omni_bus.stages.contract import StageContext
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.code2wav import Code2WavStage
@@ -61,8 +62,25 @@ def test_weights_and_positions_are_counted_to_the_byte(omni_checkpoint: pathlib.
     assert found["talker"].weights == checkpoint.bytes("talker.", kind) + table
     assert found["code2wav"].weights == checkpoint.bytes("code2wav.", kind)
     for stage, stack in (("thinker", config.thinker.text), ("talker", config.talker.text)):
-        assert found[stage].unit_bytes * 16 == KVCache.block_bytes(decoder_config(stack), 16, kind)
+        block = KVCache.block_bytes(decoder_config(stack), 16, kind, captures=stage == "thinker")
+        assert found[stage].unit_bytes * 16 == block
         assert found[stage].units == 4 * stack.max_positions
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_position_of_the_thinker_is_what_its_stage_allocates(omni_checkpoint: pathlib.Path, prefix_cache: bool) -> None:
+    """With shared blocks each position has the accept layer's state beside its keys and values."""
+    options = {"prefix_cache": prefix_cache, "kv_blocks": 8}
+    stage = SPEC.stage("thinker").factory()
+    stage.load(context(omni_checkpoint, "thinker", None, **options))
+    assert isinstance(stage, ARStage) and stage._engine is not None
+    cache = stage._engine.attention.cache
+    captured = 0 if cache.captured is None else cache.captured.nbytes
+    assert bool(captured) == prefix_cache
+    positions = len(cache.layer(0)[0])
+    found = needs(omni_checkpoint, thinker=options)["thinker"]
+    assert found.unit_bytes * positions == cache._keys.nbytes + cache._values.nbytes + captured
+    assert found.state == 8 * 16 * found.unit_bytes
 
 
 def test_keys_of_a_decoder_bound_its_positions(omni_checkpoint: pathlib.Path) -> None:
