@@ -38,16 +38,30 @@ class Message(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message; the answers follow as messages of role "tool", in order
 
 
+class TranscriptWish(msgspec.Struct, frozen=True):
+    """How the recogniser of a pipeline with a `transcript_edge` is to write down a request's audio.
+
+    A transcript that is asked for so leaves in pieces, each as soon as it is heard; joined by spaces they are the whole.
+    """
+
+    times: bool = False  # with segments
+    language: str = ""  # ISO 639-1; "" = the recogniser's own choice
+    prompt: str = ""  # words and spelling to expect
+    temperature: float = 0.0
+
+
 class ChatInput(msgspec.Struct, frozen=True):
     """client → first stage: the whole conversation, oldest message first.
 
     tools: functions the answer may call, each the JSON text of OpenAI's `{"type": "function", "function": {name, description,
     parameters}}`. say: the answer itself, word for word: the text stage makes no text of its own, and the rest speaks this one.
+    transcript: of a request whose one modality is "transcript".
     """
 
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     say: str | None = None
+    transcript: TranscriptWish | None = None
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -70,15 +84,21 @@ class AudioDelta(msgspec.Struct, frozen=True):
 
 
 class TranscriptSegment(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch of a transcript, in seconds from the audio's beginning."""
+    """A stretch of a transcript, in seconds from the audio's beginning, and what the recogniser thinks of it, in Whisper's terms."""
 
     start_s: float
     end_s: float
     text: str
+    token_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 1.0
+    no_speech_prob: float = 0.0
 
 
 class InputTranscript(msgspec.Struct, frozen=True):
     """stage → client: what a speech recogniser heard in one piece of the user's audio; an empty one only closes the edge."""
 
     text: str
-    segments: tuple[TranscriptSegment, ...] = ()  # where the recogniser gives times and the request asked for them
+    segments: tuple[TranscriptSegment, ...] = ()  # where the request asked for times
+    language: str = ""  # its English name, where the recogniser knows it

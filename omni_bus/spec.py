@@ -70,6 +70,8 @@ class PipelineSpec:
     input_kinds: frozenset[str]  # of "text", "audio", "image", "video"
     output_modalities: frozenset[str]  # of "text", "audio"
     voices: Callable[[str], tuple[str, ...]]  # model path → voices, the first is the default
+    # InputTranscript of a speech recogniser that a request for the modality "transcript" passes alone; None = there is none
+    transcript_edge: str | None = None
     # model path, stages as placed → CheckpointError with what to do; reads no tensor data, imports no torch
     check_model: Callable[[str, Mapping[str, StageConfig]], None]
     needs: Callable[[Deployment], dict[str, StageNeed]] | None = None  # stage → memory; read from the configuration, no torch
@@ -82,6 +84,9 @@ class PipelineSpec:
             assert {edge.source, edge.target} <= {*names, CLIENT}, edge.name
         assert sum(edge.source == CLIENT for edge in self.edges) == 1, "one entry edge"
         assert self.text_stage in names
+        if self.transcript_edge is not None:
+            passed = self.active_stages(("transcript",))
+            assert [stage.name for stage in passed] == [self.edge(self.transcript_edge).source], "it hears alone"
 
     def stage(self, name: str) -> StageSpec:
         return next(stage for stage in self.stages if stage.name == name)

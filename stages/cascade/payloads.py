@@ -6,18 +6,23 @@ from typing import Literal
 
 import msgspec
 
+from omni_bus.payloads import ToolCall
+
 
 class Turn(msgspec.Struct, frozen=True):
     """One message of the conversation, speech already written down."""
 
     role: Literal["system", "user", "assistant", "tool"]
     text: str
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """asr → llm: the whole conversation as text, oldest message first."""
+    """asr → llm: the whole conversation as text, oldest message first; `tools` and `say` as in ChatInput."""
 
     turns: tuple[Turn, ...]
+    tools: tuple[str, ...] = ()
+    say: str | None = None
 
 
 class Clause(msgspec.Struct, frozen=True):

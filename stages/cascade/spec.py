@@ -21,6 +21,11 @@ VOICE = "heart"  # the one voice inside the hibari package
 
 class AsrOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compute_type: Literal["int8", "float32"] = "int8"  # CTranslate2's
+    kept_transcripts: int = 256  # of audio heard last: what a conversation's history holds is not heard again; 0 = none
+
+    def __post_init__(self) -> None:
+        if self.kept_transcripts < 0:
+            raise ValueError("kept_transcripts must be at least 0")
 
 
 class LlmOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +75,7 @@ PIPELINE = PipelineSpec(
             name="llm",
             factory=_llm,
             options=LlmOptions,
+            modalities=frozenset({"text", "audio"}),
             sampling=SamplingParams(temperature=0.0, max_tokens=256),
             max_batch=8,
         ),
@@ -95,5 +101,6 @@ PIPELINE = PipelineSpec(
     input_kinds=frozenset({"text", "audio"}),
     output_modalities=frozenset({"text", "audio"}),
     voices=lambda model_path: (VOICE,),
+    transcript_edge="asr->client",
     check_model=check_packages,
 )

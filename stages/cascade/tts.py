@@ -57,6 +57,7 @@ class _Job:
     noise: numpy.random.Generator
     clauses: collections.deque[Chunk] = dataclasses.field(default_factory=collections.deque)
     samples: int = 0
+    spoken: int = 0  # characters of the clauses that have been turned into sound
     paused: bool = False
 
     @property
@@ -125,17 +126,26 @@ class TtsStage(WokenByEvents):
             logger.exception("request %d: a clause could not be spoken", request_id)
             self.cancel(request_id)
             return [StageError(request_id, StageFailed("the speech synthesiser failed on this answer").info())]
-        job.samples += len(pcm)
-        out: list[Emission] = [
-            Output(request_id, "tts->client", AudioDelta(SAMPLE_RATE), {"pcm": piece})
-            for piece in torch.split(pcm, DELTA)
-            if len(piece)
-        ]
+        out = self._deltas(job, pcm, len(chunk.payload.text))
         out.append(Consumed(request_id, chunk.edge))
         if chunk.last:
-            out.append(Output(request_id, "tts->client", AudioDelta(SAMPLE_RATE), last=True))
+            out.append(Output(request_id, "tts->client", AudioDelta(SAMPLE_RATE, job.spoken), last=True))
             out.append(Finished(request_id, {"audio_ms": job.samples * 1000 // SAMPLE_RATE}))
             self.cancel(request_id)
+        return out
+
+    def _deltas(self, job: _Job, pcm: torch.Tensor, characters: int) -> list[Emission]:
+        """A clause's samples in pieces. Where its characters fall is known at its ends; between them they pass evenly."""
+        out: list[Emission] = []
+        played = 0
+        for piece in torch.split(pcm, DELTA):
+            if not len(piece):
+                continue
+            played += len(piece)
+            delta = AudioDelta(SAMPLE_RATE, job.spoken + characters * played // len(pcm))
+            out.append(Output(job.request.id, "tts->client", delta, {"pcm": piece}))
+        job.samples += played
+        job.spoken += characters
         return out
 
     def _speak(self, text: str, noise: numpy.random.Generator) -> torch.Tensor:

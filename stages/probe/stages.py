@@ -115,10 +115,10 @@ class ProbeStage(WokenByEvents):
 
 
 class Source(ProbeStage):
-    """The words of each input's last user message, one a step."""
+    """The words of each input's last user message, or of the text that it is to say, one a step."""
 
     def feed(self, request_id: int, chunk: Chunk) -> None:
-        _last_user_text(chunk)  # refuses here, where a refusal fails this request only
+        _text(chunk)  # refuses here, where a refusal fails this request only
         super().feed(request_id, chunk)
 
     def advance(self, row: Row) -> Iterator[Emission]:
@@ -126,7 +126,7 @@ class Source(ProbeStage):
         if not row.words:
             chunk = row.chunks.popleft()
             row.closed = chunk.last
-            for word in _last_user_text(chunk).split():
+            for word in _text(chunk).split():
                 row.prompt_words += 1
                 count = repeats(word) if self.options.faults else None
                 row.words.extend((word,) if count is None else map(str, range(count)))
@@ -188,9 +188,11 @@ def _next_word(row: Row) -> tuple[Chunk, str]:
     return chunk, chunk.payload.word
 
 
-def _last_user_text(chunk: Chunk) -> str:
+def _text(chunk: Chunk) -> str:
     """Raises ModelRefused where no user has spoken."""
     assert isinstance(chunk.payload, ChatInput)
+    if chunk.payload.say is not None:
+        return chunk.payload.say
     for message in reversed(chunk.payload.messages):
         if message.role == "user":
             return " ".join(part.text for part in message.parts if isinstance(part, TextPart))

@@ -10,8 +10,8 @@ import torch
 
 from omni_bus.errors import ModelRefused, UndecodableMedia
 from omni_bus.events import RequestOptions
-from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart
-from omni_bus.stages.cascade.payloads import Prompt
+from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart, ToolCall, TranscriptWish
+from omni_bus.stages.cascade.payloads import Prompt, Turn
 from omni_bus.stages.contract import Consumed, Finished, Output
 from tests.support.cascade import Driver, chunk, words
 
@@ -153,7 +153,7 @@ def test_a_paused_request_rests_and_the_others_go_on(asr: Driver) -> None:
 
 
 def test_windows_join_to_the_whole_and_cut_in_the_pause() -> None:
-    from omni_bus.stages.cascade.asr import WINDOW, windows
+    from omni_bus.stages.cascade.recogniser import WINDOW, windows
 
     draw = numpy.random.default_rng(0)
     sound = draw.standard_normal(70 * 16_000).astype(numpy.float32)
@@ -166,5 +166,136 @@ def test_windows_join_to_the_whole_and_cut_in_the_pause() -> None:
 
 def test_it_computes_in_the_deployments_type(asr: Driver) -> None:
     other = Driver("asr", compute_type="float32")
-    found = [driver.stage._model.model.compute_type for driver in (asr, other)]  # type: ignore[attr-defined]
+    found = [driver.stage._recogniser.model.model.compute_type for driver in (asr, other)]  # type: ignore[attr-defined]
     assert found[0].startswith("int8") and found[1] == "float32"
+
+
+def transcribe(asr: Driver, sound: torch.Tensor, **wish: object) -> tuple[list[InputTranscript], dict[str, int]]:
+    """The pieces of a transcript that is asked for alone, and its usage."""
+    request = asr.open(RequestOptions(modalities=("transcript",)))
+    asked = ChatInput((user(audio(0)),), transcript=TranscriptWish(**wish))  # type: ignore[arg-type]
+    asr.stage.feed(request, chunk("client->asr", asked, media0=sound))
+    asr.run()
+    assert not asr.outputs(request, "asr->llm"), "nobody answers it"
+    pieces = [item.payload for item in asr.outputs(request, "asr->client") if not item.last]
+    assert all(isinstance(piece, InputTranscript) and piece.text for piece in pieces)
+    return pieces, dict(asr.finished(request).usage)  # type: ignore[return-value]
+
+
+def fresh(speech: Speech, *sentences: str) -> torch.Tensor:
+    """The sentences, as no other test has them: what was heard once is not heard again."""
+    sound = torch.cat([speech(sentence) for sentence in sentences])
+    return sound + 1e-6 * torch.randn(sound.shape)
+
+
+def test_a_transcript_alone_comes_window_by_window_with_growing_times(asr: Driver, speech: Speech) -> None:
+    sound = fresh(speech, *SENTENCES * 5)
+    pieces, usage = transcribe(asr, sound, times=True)
+    seconds = len(sound) / 16_000
+    assert len(pieces) >= 2 and usage["audio_ms"] == usage["heard_ms"] == int(seconds * 1000)
+    segments = [segment for piece in pieces for segment in piece.segments]
+    assert [piece.text for piece in pieces] == [" ".join(segment.text for segment in piece.segments) for piece in pieces]
+    times = [time for segment in segments for time in (segment.start_s, segment.end_s)]
+    assert times == sorted(times) and all(segment.start_s < segment.end_s for segment in segments)
+    assert times[0] < 1.0 and seconds - 2.0 < times[-1] <= seconds
+    got, wanted = words(" ".join(piece.text for piece in pieces)), words(" ".join(SENTENCES * 5))
+    assert sum(got.count(word) >= wanted.count(word) - 1 for word in set(wanted)) >= len(set(wanted)) - 1
+    assert all(segment.token_ids and segment.avg_logprob < 0 and 0 <= segment.no_speech_prob <= 1 for segment in segments)
+    assert {piece.language for piece in pieces} == {"english"}
+
+
+def test_without_the_wish_there_are_no_times(asr: Driver, speech: Speech) -> None:
+    pieces, _ = transcribe(asr, fresh(speech, SENTENCES[0]))
+    assert [piece.segments for piece in pieces] == [()] and words(pieces[0].text) == words(SENTENCES[0])
+
+
+def test_a_prompt_says_what_to_expect(asr: Driver, speech: Speech) -> None:
+    sound = fresh(speech, "My name is Katherine Smyth.")
+    plain, _ = transcribe(asr, sound)
+    prompted, _ = transcribe(asr, sound, prompt="Speakers: Kathryn Smythe.")
+    assert "Kathryn" in prompted[0].text and "Kathryn" not in plain[0].text
+    long, _ = transcribe(asr, sound, prompt="Speakers: " + "Kathryn Smythe, " * 300)
+    assert long, "a prompt that is longer than the model's context is cut, not refused"
+
+
+def test_another_language_is_refused(asr: Driver, speech: Speech) -> None:
+    request = asr.open(RequestOptions(modalities=("transcript",)))
+    asked = ChatInput((user(audio(0)),), transcript=TranscriptWish(language="de"))
+    with pytest.raises(ModelRefused, match="en only") as refused:
+        asr.stage.feed(request, chunk("client->asr", asked, media0=torch.zeros(16_000)))
+    assert refused.value.param == "language"
+    asr.stage.cancel(request)
+
+
+def test_the_history_of_a_conversation_is_not_heard_again(asr: Driver, speech: Speech) -> None:
+    first, second = fresh(speech, SENTENCES[0]), fresh(speech, SENTENCES[2])
+    turns = (user(audio(0)), Message("assistant", (TextPart("Paris."),)), user(audio(1)))
+    prompts, usages = [], []
+    for messages, tensors in ((turns[:1], {"media0": first}), (turns, {"media0": first, "media1": second})):
+        request = asr.open()
+        asr.stage.feed(request, chunk("client->asr", ChatInput(messages), **tensors))
+        asr.run()
+        usages.append(asr.finished(request).usage)
+        prompts.append(prompt(asr, request))
+        assert len(heard(asr, request)) == len(tensors), "the client is told of each, known or new"
+    assert usages[0]["heard_ms"] == usages[0]["audio_ms"] == len(first) // 16
+    assert usages[1]["audio_ms"] == (len(first) + len(second)) // 16
+    assert usages[1]["heard_ms"] == len(second) // 16, "only what is new"
+    assert prompts[1][0] == prompts[0][0] and words(prompts[1][2][1]) == words(SENTENCES[2])
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_goes_first(speech: Speech) -> None:
+    small, none = Driver("asr", kept_transcripts=2), Driver("asr", kept_transcripts=0)
+    sounds = [fresh(speech, SENTENCES[0]) for _ in range(3)]
+    ms = [len(sound) // 16 for sound in sounds]
+    assert [transcribe(small, sounds[index])[1]["heard_ms"] for index in (0, 1, 0, 2, 0, 1)] == [*ms[:2], 0, ms[2], 0, ms[1]]
+    assert [transcribe(none, sounds[0])[1]["heard_ms"] for _ in range(2)] == [ms[0]] * 2
+
+
+def test_a_transcript_is_kept_for_the_way_it_was_heard_in(asr: Driver, speech: Speech) -> None:
+    sound = fresh(speech, SENTENCES[1])
+    ways = [{}, {"times": True}, {"prompt": "A cat."}, {"temperature": 0.4}, {"temperature": 0.4}]
+    assert all(transcribe(asr, sound, **way)[1]["heard_ms"] for way in ways), "chance is drawn anew each time"
+    again, usage = transcribe(asr, sound, times=True)
+    assert usage["heard_ms"] == 0 and again[0].segments
+
+
+def test_preparing_hears_nothing_and_goes_on_with_what_is_known(asr: Driver, speech: Speech) -> None:
+    known, new = fresh(speech, SENTENCES[0]), fresh(speech, SENTENCES[3])
+    request = asr.open()
+    asr.stage.feed(request, chunk("client->asr", ChatInput((user(audio(0)),)), media0=known))
+    asr.run()
+    said = prompt(asr, request)[0]
+    turns = (
+        user(audio(0)),
+        Message("assistant", (TextPart("Paris."),)),
+        user(TextPart("Listen."), audio(1)),
+        user(TextPart("Hm.")),
+    )
+    prepared = asr.open(RequestOptions(modalities=("text",), prepare=True))
+    asr.stage.feed(prepared, chunk("client->asr", ChatInput(turns, tools=("{}",)), media0=known, media1=new))
+    asr.run()
+    usage = asr.finished(prepared).usage
+    assert usage["heard_ms"] == 0 and heard(asr, prepared) == []
+    assert prompt(asr, prepared) == [said, ("assistant", "Paris.")]
+    (sent,) = asr.outputs(prepared, "asr->llm")
+    assert isinstance(sent.payload, Prompt) and sent.payload.tools == ("{}",)
+
+
+def test_tools_calls_and_a_text_to_speak_pass_on(asr: Driver) -> None:
+    call = ToolCall("clock", '{"zone": "UTC"}')
+    turns = (user(TextPart("Time?")), Message("assistant", (), (call,)), Message("tool", (TextPart("12:00"),)))
+    request = asr.open()
+    asr.stage.feed(request, chunk("client->asr", ChatInput(turns, tools=('{"type": "function"}',), say="It is noon.")))
+    asr.run()
+    asr.finished(request)
+    (sent,) = asr.outputs(request, "asr->llm")
+    expected = (Turn("user", "Time?"), Turn("assistant", "", (call,)), Turn("tool", "12:00"))
+    assert sent.payload == Prompt(expected, ('{"type": "function"}',), "It is noon.")
+
+
+def test_a_text_to_speak_waits_for_no_audio(asr: Driver) -> None:
+    request = asr.open()
+    asr.stage.feed(request, chunk("client->asr", ChatInput((user(audio(0)),), say="Hello."), media0=torch.rand(16_000)))
+    asr.run()
+    assert asr.finished(request).usage["heard_ms"] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -116,3 +118,27 @@ def test_another_voice_is_refused(tts: Driver) -> None:
     with pytest.raises(ModelRefused, match="heart"):
         tts.open(RequestOptions(modalities=("audio",), voice="nobody"))
     assert not tts.stage.has_work()
+
+
+def test_audio_says_how_far_the_text_is_spoken(tts: Driver) -> None:
+    clauses = ["Hello there,", " my good old friend from London,", " 😀", " goodbye."]
+    request = tts.open()
+    for text in clauses:
+        tts.stage.feed(request, chunk("llm->tts", Clause(text), last=False))
+    tts.stage.feed(request, chunk("llm->tts", Clause("")))
+    ends, total = [], 0
+    for text in clauses:
+        emissions = list(tts.stage.step())
+        tts.emissions += emissions
+        marks = [item.payload.spoken for item in emissions if isinstance(item, Output)]  # type: ignore[attr-defined]
+        total += len(text)
+        assert marks == sorted(marks) and (not marks or marks[-1] == total), "exact where a clause ends"
+        ends.append(marks)
+    assert len(ends[1]) >= 3 and ends[2] == []
+    sizes = [len(item.tensors["pcm"]) for item in tts.outputs(request, "tts->client")][len(ends[0]) :][: len(ends[1])]
+    begin, length = len(clauses[0]), len(clauses[1])
+    for played, mark in zip(itertools.accumulate(sizes), ends[1], strict=True):
+        assert abs(mark - (begin + length * played / sum(sizes))) <= 1, "even in between"
+    tts.run()
+    tts.finished(request)
+    assert tts.outputs(request, "tts->client")[-1].payload.spoken == len("".join(clauses))  # type: ignore[attr-defined]
