@@ -2,10 +2,63 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated, Literal
 
-from omni_bus.api.voice.formats import AudioFormat
-from omni_bus.api.voice.items import Item
+import msgspec
+import numpy
+from msgspec import Meta
+
+from omni_bus.api.chat_body import decode_json
+from omni_bus.api.media import base64_content, data_url_content
+from omni_bus.api.voice.formats import AudioFormat, InputAudioDecoder
+from omni_bus.api.voice.items import InputAudio, InputImage, InputText, Item, OutputAudio, OutputText, Part
+from omni_bus.errors import InvalidRequest, ModelRefused, UndecodableMedia
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+# By role: the content types that a message of it may hold. "text" is what earlier versions of the protocol said.
+_CONTENT = {
+    "system": ("input_text", "text"),
+    "user": ("input_text", "input_audio", "input_image", "text"),
+    "assistant": ("output_text", "output_audio", "text"),
+}
+
+
+class _PartBody(msgspec.Struct):
+    type: str | None = None
+    text: str | None = None
+    audio: str | None = None
+    transcript: str | None = None
+    image_url: str | None = None
+
+
+class _MessageBody(msgspec.Struct, tag_field="type", tag="message"):
+    role: Literal["system", "user", "assistant"]
+    content: list[_PartBody]
+    id: Id | None = None
+
+
+class _CallBody(msgspec.Struct, tag_field="type", tag="function_call"):
+    name: Name
+    arguments: str
+    id: Id | None = None
+    call_id: Id | None = None
+
+
+class _OutputBody(msgspec.Struct, tag_field="type", tag="function_call_output"):
+    call_id: Id
+    output: str
+    id: Id | None = None
+
+
+class _Body(msgspec.Struct):
+    """Just enough to say well what is wrong with `type`."""
+
+    type: str
+
+
+KINDS = ("message", "function_call", "function_call_output")
 
 
 def item_from_json(
@@ -18,6 +71,76 @@ def item_from_json(
     """raw: JSON of a message, function_call or function_call_output. Audio is base64 in `input_format`, images are data: URLs.
 
     Raises InvalidRequest, ModelRefused (a kind of media the pipeline does not take) or UndecodableMedia, naming the field below
-    `where`. Fields that are not known are ignored.
+    `where`. Fields that are not known are ignored. Minutes of audio take tens of milliseconds: decode those in a thread.
     """
-    raise NotImplementedError
+    match decode_json(raw, _Body, where).type:
+        case "message":
+            message = decode_json(raw, _MessageBody, where)
+            if not message.content:
+                raise InvalidRequest(f"{where}.content must hold at least one part", param=f"{where}.content")
+            content = [
+                _part(part, message.role, f"{where}.content[{index}]", input_format, accepts)
+                for index, part in enumerate(message.content)
+            ]
+            return Item.message(message.role, content, item_id=message.id)
+        case "function_call":
+            call = decode_json(raw, _CallBody, where)
+            _check_arguments(call.arguments, f"{where}.arguments")
+            return Item.function_call(call.name, call.arguments, call_id=call.call_id, item_id=call.id)
+        case "function_call_output":
+            answer = decode_json(raw, _OutputBody, where)
+            return Item.function_call_output(answer.call_id, answer.output, item_id=answer.id)
+        case _:
+            raise InvalidRequest(f"{where}.type must be one of {', '.join(KINDS)}", param=f"{where}.type")
+
+
+def _check_arguments(text: str, param: str) -> None:
+    try:
+        msgspec.json.decode(text or "{}", type=dict)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise InvalidRequest(f"{param} must be the JSON text of an object", param=param) from None
+
+
+def _part(body: _PartBody, role: str, where: str, input_format: AudioFormat, accepts: frozenset[str]) -> Part:
+    if body.type not in _CONTENT[role]:
+        valid = ", ".join(_CONTENT[role][:-1])
+        raise InvalidRequest(f"{where}.type of a message of role {role} must be one of {valid}", param=f"{where}.type")
+    match body.type:
+        case "input_audio":
+            return _audio(body, where, input_format, accepts)
+        case "input_image":
+            return _image(body, where, accepts)
+        case "output_audio":
+            if body.transcript is None:
+                raise InvalidRequest(
+                    f"{where}.transcript is required: of an earlier answer, its words are kept", param=f"{where}.transcript"
+                )
+            return OutputAudio(body.transcript)
+    if body.text is None:
+        raise InvalidRequest(f"{where}.text is required", param=f"{where}.text")
+    return OutputText(body.text) if role == "assistant" else InputText(body.text)
+
+
+def _audio(body: _PartBody, where: str, input_format: AudioFormat, accepts: frozenset[str]) -> InputAudio:
+    """Audio, or the transcript alone of what was said earlier."""
+    if not body.audio:
+        if body.transcript is None:
+            raise InvalidRequest(f"{where}.audio must be base64 and not empty", param=f"{where}.audio")
+        return InputAudio(numpy.empty(0, numpy.float32), body.transcript)
+    if "audio" not in accepts:
+        raise ModelRefused("this model does not take audio; send input_text", param=where)
+    content = base64_content(body.audio, f"{where}.audio")
+    decoder = InputAudioDecoder(input_format)
+    if input_format == "pcm16" and len(content) % 2:
+        raise UndecodableMedia(f"{where}.audio: pcm16 has two bytes a sample, but the length is odd", param=f"{where}.audio")
+    samples = numpy.concatenate([decoder.push(content), decoder.flush()])
+    return InputAudio(samples, body.transcript)
+
+
+def _image(body: _PartBody, where: str, accepts: frozenset[str]) -> InputImage:
+    param = f"{where}.image_url"
+    if "image" not in accepts:
+        raise ModelRefused("this model does not take images", param=where)
+    if body.image_url is None or body.image_url[:5].lower() != "data:":
+        raise InvalidRequest(f"{param} must be a data: URL, e.g. data:image/png;base64,…", param=param)
+    return InputImage(data_url_content(body.image_url, param))

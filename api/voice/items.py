@@ -86,11 +86,9 @@ class OutputAudio:
         self.duration_ms += duration_ms
         if spoken is None:
             return
-        if self.marks and self.marks[-1][1] == spoken:
-            self.marks.pop()  # a pause behind those words: they were all said at the earlier mark, which interpolation still needs
-            self.marks.append((self.duration_ms, spoken))
-        else:
-            self.marks.append((self.duration_ms, spoken))
+        if len(self.marks) > 1 and self.marks[-1][1] == self.marks[-2][1] == spoken:
+            self.marks.pop()  # a pause that goes on: its two ends are enough
+        self.marks.append((self.duration_ms, spoken))
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "output_audio", "transcript": self.transcript}

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
+
+from omni_bus.api.chat_body import decode_json
+from omni_bus.errors import InvalidRequest
 
 Eagerness = Literal["low", "medium", "high", "auto"]
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Padding = Annotated[int, Meta(ge=0, le=5_000)]
+Silence = Annotated[int, Meta(ge=0, le=10_000)]
+Idle = Annotated[int, Meta(ge=1_000, le=600_000)]
 
 
 class ServerVad(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="server_vad"):
@@ -15,10 +24,10 @@ class ServerVad(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     idle_timeout_ms: so long after an answer has been played without a word of the user, the model is asked to say something.
     """
 
-    threshold: float = 0.5  # 0 to 1: probability from which a frame counts as speech
-    prefix_padding_ms: int = 300
-    silence_duration_ms: int = 500
-    idle_timeout_ms: int | None = None
+    threshold: Probability = 0.5  # from which a frame counts as speech
+    prefix_padding_ms: Padding = 300
+    silence_duration_ms: Silence = 500
+    idle_timeout_ms: Idle | None = None
     create_response: bool = True
     interrupt_response: bool = True
 
@@ -33,14 +42,34 @@ class SemanticVad(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 TurnDetection = ServerVad | SemanticVad
 
+_TYPES: dict[str, type[ServerVad] | type[SemanticVad]] = {"server_vad": ServerVad, "semantic_vad": SemanticVad}
+
 
 def parse_turn_detection(raw: object, param: str, before: TurnDetection | None = None) -> TurnDetection | None:
     """raw: decoded JSON, or None for no detection. Fields not given keep what `before` says, where it is of the same type.
 
     Raises InvalidRequest naming the field below `param`.
     """
-    raise NotImplementedError
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"{param} must be an object or null", param=param)
+    named = raw.get("type", "server_vad" if before is None else turn_detection_type(before))
+    if not isinstance(named, str) or named not in _TYPES:
+        raise InvalidRequest(f"{param}.type must be one of {', '.join(_TYPES)}, or {param} null", param=f"{param}.type")
+    given = {key: value for key, value in raw.items() if value is not None or key == "idle_timeout_ms"}
+    kept = turn_detection_to_json(before) or {}
+    whole = {**(kept if kept.get("type") == named else {}), **given, "type": named}
+    text = msgspec.json.encode(whole)
+    return decode_json(text, ServerVad, param) if named == "server_vad" else decode_json(text, SemanticVad, param)
+
+
+def turn_detection_type(config: TurnDetection) -> str:
+    return "server_vad" if isinstance(config, ServerVad) else "semantic_vad"
 
 
 def turn_detection_to_json(config: TurnDetection | None) -> dict[str, Any] | None:
-    raise NotImplementedError
+    if config is None:
+        return None
+    shown: dict[str, Any] = msgspec.to_builtins(config)
+    return shown
