@@ -220,7 +220,7 @@ class Engine:
                 with isolated(row):
                     if outcome.captured is not None:
                         self.program.computed(row, start, outcome.captured[begin : begin + piece.count])
-                    if row.request.options.prepare and row.prompt_closed and row.computed == row.length:
+                    if row.prompt_only and row.prompt_closed and row.computed == row.length:
                         self.program.prepared(row)
             begin += piece.count
         rows = [pieces[index].row for index in outcome.ready]
@@ -339,16 +339,16 @@ def _untouched_again(rows: Sequence[Row], hand_over: Callable[[], None], again: 
 def _is_ready(piece: Piece) -> bool:
     """Whether a token comes behind the piece."""
     row = piece.row
-    return row.prompt_closed and row.computed + piece.count == row.length and not row.request.options.prepare
+    return row.prompt_closed and row.computed + piece.count == row.length and not row.prompt_only
 
 
 def _next_inputs(piece: Piece) -> list[Inputs]:
-    """The row's next `count` pending positions; nothing is taken out yet."""
+    """The row's next `count` pending positions, made where they are not there yet; nothing is taken out."""
     out, left = [], piece.count
     for inputs in piece.row.pending:
         if left <= 0:
             break
-        out.append(_slice(inputs, 0, left))
+        out.append(_made(_slice(inputs, 0, left)))
         left -= out[-1].positions.shape[1]
     assert left == 0, "fewer pending positions than the row's length says"
     return out
@@ -367,12 +367,21 @@ def _drop_inputs(piece: Piece) -> None:
         left -= count
 
 
+def _made(inputs: Inputs) -> Inputs:
+    if inputs.lazy is None:
+        return inputs
+    embeds, deepstack = inputs.lazy(inputs.first, inputs.first + inputs.positions.shape[1])
+    return Inputs(positions=inputs.positions, embeds=embeds, deepstack=deepstack)
+
+
 def _slice(inputs: Inputs, begin: int, end: int) -> Inputs:
     return Inputs(
         positions=inputs.positions[:, begin:end],
         token_ids=None if inputs.token_ids is None else inputs.token_ids[begin:end],
         embeds=None if inputs.embeds is None else inputs.embeds[begin:end],
         deepstack=None if inputs.deepstack is None else inputs.deepstack[:, begin:end],
+        lazy=inputs.lazy,
+        first=inputs.first + begin,
     )
 
 

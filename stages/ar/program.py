@@ -28,16 +28,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class MakeRows(Protocol):
+    """Rows of inputs that are made when they are about to be computed: what is found in kept blocks is never made."""
+
+    def __call__(self, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`embeds` and `deepstack` of rows begin … end-1, as in Inputs. May be called again for the same rows, where a step failed.
+        An exception fails the row's request."""
+
+
 @dataclasses.dataclass(slots=True)
 class Inputs:
-    """Input positions not yet computed. Exactly one of token_ids and embeds is given.
+    """Input positions not yet computed. Exactly one of token_ids, embeds and lazy is given.
 
     token_ids: [n] python ints; embeds: [n, hidden]; positions: int64 [3, n] (t, h, w; all equal for text);
     deepstack: [taps, n, hidden] added to the hidden states behind the first `taps` layers, or None.
     content: [n] python ints, 0 … 2**256 - 1, that stand for what is computed from, embeds and deepstack included: rows that begin
     with equal contents at equal positions share KV blocks. A token's is its id, which is also what token_ids without content
     mean; a media row's is a digest of the media's features (128 bits or more) and of the row's number. Embeds without content:
-    this row shares nothing from here on. A program whose `graph_embed` gives one id different meanings must not begin with ids.
+    this row shares nothing from here on. lazy: makes embeds and deepstack piece by piece; `first` is the number of its row that the
+    first position takes. A program whose `graph_embed` gives one id different meanings must not begin with ids.
     """
 
     positions: torch.Tensor
@@ -45,6 +54,8 @@ class Inputs:
     embeds: torch.Tensor | None = None
     deepstack: torch.Tensor | None = None
     content: Sequence[int] | None = None  # read when the inputs are appended
+    lazy: MakeRows | None = None
+    first: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -59,6 +70,9 @@ class Row:
     computed: int = 0  # positions in the KV cache
     next_position: int = 0  # the highest position on any axis + 1
     prompt_closed: bool = False
+    prompt_only: bool = (
+        False  # nothing is sampled behind the prompt: Program.prepared ends the row. Set before its prompt is closed
+    )
     prompt_length: int | None = None  # of a prompt still open: the positions it will have, where that is known already
     penalty_ids: list[int] = dataclasses.field(default_factory=list)  # repetition penalty sees these and output_ids
     output_ids: list[int] = dataclasses.field(default_factory=list)
@@ -178,8 +192,8 @@ class Program(Protocol):
         """
 
     def prepared(self, row: Row) -> None:
-        """The prompt of a request with options.prepare is computed, and no token is sampled: close every output edge that is open
-        with an empty last chunk, and finish."""
+        """The prompt of a row with `prompt_only` is computed, and no token is sampled. Close every output edge that is open, with
+        an empty last chunk for a request with options.prepare, and finish."""
 
     def release(self, row: Row) -> None:
         """The row is gone (done, failed or cancelled): free what the program holds for it."""

@@ -100,7 +100,7 @@ class Scheduler:
 
     def positions_needed(self, row: Row) -> int:
         """The most positions the row can come to; the last token of its output is never computed."""
-        max_tokens = 1 if row.request.options.prepare else row.request.sampling.max_tokens
+        max_tokens = 1 if row.prompt_only else row.request.sampling.max_tokens
         prompt = row.length if row.prompt_closed else row.prompt_length
         if prompt is None or max_tokens is None:
             return self.max_length

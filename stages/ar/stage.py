@@ -96,6 +96,7 @@ class ARStage(WokenByEvents):
         generator = self._generator(request)
         row = Row(request, generator, seed=0 if generator is None else generator.initial_seed() % 2**63)
         row.keys = BlockKeys(self._shared_block) if self._shared_block else None
+        row.prompt_only = request.options.prepare
         self.program.start(row)
         self._rows[request.id] = row
         self._loaded[0].add(row)
