@@ -20,6 +20,7 @@ from omni_bus.api.keys import BUS, CONFIG, FETCHER, INTAKE, LAG, METRICS, MODEL,
 from omni_bus.api.loop_lag import LoopLag
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
+from omni_bus.api.playground.files import add_page
 from omni_bus.api.request_context import add_headers, in_context
 from omni_bus.api.served import ServedModel
 from omni_bus.deployment import Deployment
@@ -52,6 +53,7 @@ def create_app(
     app.router.add_get("/v1/models/{name:.+}", models.one_model)
     app.router.add_get("/v1/status", status.status)
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
+    add_page(app)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_cors_headers)
 

@@ -10,9 +10,11 @@ from aiohttp import web
 
 from omni_bus.api.errors_render import Handler
 from omni_bus.api.keys import CLIENT
+from omni_bus.api.playground.files import PATHS
 from omni_bus.errors import ConfigError, Unauthorized
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # asked by load balancers, tell nothing
+# They tell nothing. Load balancers ask the first two; the others are the page, and in it a key is typed.
+OPEN_PATHS = frozenset({"/health", "/ready", *PATHS})
 
 
 class ApiKeys:

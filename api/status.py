@@ -59,7 +59,10 @@ async def status(request: web.Request) -> web.Response:
         }
         for stage in model.pipeline.stages
     ]
-    return json_response({"model": model.name, **body, "recent": request.app[METRICS].recent(), "stages": stages})
+    edges = [edge.name for edge in model.pipeline.edges]
+    return json_response(
+        {"model": model.name, **body, "recent": request.app[METRICS].recent(), "stages": stages, "edges": edges}
+    )
 
 
 async def metrics(request: web.Request) -> web.Response:

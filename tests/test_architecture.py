@@ -13,8 +13,9 @@ def test_every_file_has_its_line() -> None:
     sections = re.split(r"^### `(.+?)/`.*$", TEXT, flags=re.MULTILINE)[1:]
     assert len(sections) >= 20
     for folder, body in zip(sections[::2], sections[1::2], strict=True):
-        named = set(re.findall(r"^\| `(\w+\.py)` \|", body, flags=re.MULTILINE))
-        assert named == {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}, folder
+        named = set(re.findall(r"^\| `(\w+\.\w+)` \|", body, flags=re.MULTILINE))
+        found = {path.name for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".js", ".css", ".html", ".svg")}
+        assert named == found - {"__init__.py"}, folder
 
 
 def test_every_folder_has_its_section() -> None:

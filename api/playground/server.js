@@ -1,0 +1,56 @@
+// The server over plain HTTP: its model, how it stands, and what it says of a refusal.
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export class Server {
+  constructor() {
+    this.key = ""; // in memory only: never stored
+    this.model = null; // an entry of /v1/models
+  }
+
+  async #get(path) {
+    let answer;
+    try {
+      answer = await fetch(path, { headers: authorization(this.key) });
+    } catch {
+      throw new Refused(0, "The server does not answer. Is it running?");
+    }
+    const body = await answer.json().catch(() => null);
+    if (answer.status === 401) throw new Refused(401, this.key ? "The server does not know this API key." : "This server asks for an API key.");
+    if (!answer.ok) throw new Refused(answer.status, body?.error?.message ?? `The server answered with ${answer.status}.`);
+    return body;
+  }
+
+  /** Raises Refused. */
+  async loadModel() {
+    this.model = (await this.#get("v1/models")).data[0];
+    return this.model;
+  }
+
+  /** Raises Refused. */
+  status() {
+    return this.#get("v1/status");
+  }
+}
+
+function authorization(key) {
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+/** Why a WebSocket to this address was refused, from what the same address says over HTTP. */
+export async function explain(address, key) {
+  try {
+    const answer = await fetch(address, { headers: authorization(key) });
+    if (answer.status === 401) return key ? "The server does not know this API key." : "This server asks for an API key.";
+    const error = (await answer.json()).error;
+    const onlyForSockets = answer.status === 400 || answer.status === 426;
+    return onlyForSockets ? "The server did not accept the connection." : error.message;
+  } catch {
+    return "The server does not answer. Is it running?";
+  }
+}
