@@ -15,7 +15,7 @@ Eagerness = Literal["low", "medium", "high", "auto"]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Padding = Annotated[int, Meta(ge=0, le=5_000)]
 Silence = Annotated[int, Meta(ge=0, le=10_000)]
-Idle = Annotated[int, Meta(ge=1_000, le=600_000)]
+Idle = Annotated[int, Meta(ge=5_000, le=30_000)]
 
 
 class ServerVad(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="server_vad"):
