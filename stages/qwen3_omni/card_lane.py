@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from omni_bus.stages.ar.fp8 import Fp8Matrix
+
 BUFFER_BYTES = 32 << 20
 
 
@@ -18,13 +20,14 @@ class CardLane:
         self._turn = 0
         self._used = 0  # bytes of the buffer whose turn it is
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a CPU tensor into one of its shape on the card, which is contiguous; converts the dtype there. Done at `finish`."""
+    def send(self, source: torch.Tensor, target: torch.Tensor | Fp8Matrix) -> None:
+        """Copy a CPU tensor into one of its shape on the card, which is contiguous; converts the dtype there, and quantises there.
+        Done at `finish`."""
         assert source.shape == target.shape and target.is_contiguous()
         if not source.numel():
             return
         with torch.cuda.stream(self._stream):
-            if source.dtype == target.dtype:
+            if isinstance(target, torch.Tensor) and source.dtype == target.dtype:
                 self._copy(_bytes(source), _bytes(target))
                 return
             raw = torch.empty(source.shape, dtype=source.dtype, device=target.device)  # of this stream's memory

@@ -20,12 +20,18 @@ READS = {  # stage → what its tensors' names begin with
 }
 
 
-def check_checkpoint(model_path: str, *, random: frozenset[str] = frozenset()) -> None:
-    """CheckpointError says what is missing or malformed, and what to do. Stages in `random` make their own tensors."""
+def check_checkpoint(model_path: str, *, random: frozenset[str] = frozenset(), fp8: bool = False) -> None:
+    """CheckpointError says what is missing or malformed, and what to do. Stages in `random` make their own tensors. `fp8`: whether the
+    Thinker's experts are to be in FP8."""
     directory = resolve(model_path)
     fields = read_json(directory / "config.json")
     config = parse_config(fields)
     code2wav = code2wav_config.parse(Section(fields).section("code2wav_config"))
+    if fp8 and not config.thinker.text.num_experts:
+        raise CheckpointError(
+            'stages.thinker.weights = "fp8" is for the matrices of experts, and the thinker of this model has none; '
+            'take weights = "model"'
+        )
     _check_tokenizer(directory)
     read = tuple(prefix for stage, prefixes in READS.items() if stage not in random for prefix in prefixes)
     if not read:

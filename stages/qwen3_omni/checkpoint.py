@@ -1,7 +1,8 @@
 """Reads one stage's tensors of a checkpoint: only those under a prefix, straight to their device, experts fused.
 
 On disk every expert has three matrices of its own; in memory a layer's experts are `gate_up_proj` [experts, 2 * intermediate, hidden]
-and `down_proj` [experts, hidden, intermediate], filled matrix by matrix, so no second copy is ever held. Files are mapped, and read by a
+and `down_proj` [experts, hidden, intermediate], filled matrix by matrix, so no second copy is ever held; in FP8, if that is wanted,
+they are quantised on the way, matrix by matrix, and `gate_up_proj_scale` and `down_proj_scale` stand beside them. Files are mapped, and read by a
 few threads at once; on the way to a card each thread has two pinned buffers and a stream of its own, and dtypes are converted there.
 """
 
@@ -12,7 +13,6 @@ import functools
 import math
 import os
 import pathlib
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,10 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from omni_bus.errors import CheckpointError
+from omni_bus.stages.ar.fp8 import FP8, SCALE_BYTES, SCALE_SUFFIX, Fp8Matrix
 from omni_bus.stages.qwen3_omni.card_lane import CardLane
-from omni_bus.stages.qwen3_omni.checkpoint_files import CheckpointFiles, TensorEntry
+from omni_bus.stages.qwen3_omni.checkpoint_files import EXPERT, CheckpointFiles, TensorEntry
 
-_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 PARTS = ("gate", "up", "down")
 THREADS = 4
 RUN_BYTES = 128 << 20  # of one file, read by one thread before it takes the next run
@@ -46,10 +46,12 @@ Shape = tuple[int, ...]
 
 
 class Checkpoint:
-    """A checkpoint directory, by path or hub id. Raises CheckpointError naming the file or tensor that is missing or malformed."""
+    """A checkpoint directory, by path or hub id. Raises CheckpointError naming the file or tensor that is missing or malformed.
+    With `fp8` the experts' matrices are in FP8, whatever dtype is asked for."""
 
-    def __init__(self, path: str | os.PathLike[str], *, loaded: Loaded | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, loaded: Loaded | None = None, fp8: bool = False) -> None:
         self.files = CheckpointFiles(path)
+        self.fp8 = fp8
         self._loaded = loaded
 
     @property
@@ -68,7 +70,7 @@ class Checkpoint:
         entries = list(self.files.entries(prefix))
         if not entries:
             raise CheckpointError(f"{self.directory} has no tensor under {prefix!r}")
-        kinds = {entry.name: _kind(entry, dtype) for entry in entries}
+        kinds = {entry.name: self._kind(entry, dtype) for entry in entries}
         experts = Experts(prefix, [(entry.name, entry.shape, kinds[entry.name]) for entry in entries], device)
         out: dict[str, torch.Tensor] = {}
         read = functools.partial(_read, experts=experts, kinds=kinds, device=device, lanes=_Lanes())
@@ -77,12 +79,21 @@ class Checkpoint:
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             for run, single in pool.map(read, list(_runs(entries))):
                 out |= {name.removeprefix(prefix): tensor for name, tensor in single.items()}
-                self._report(sum(_bytes(entry, kinds[entry.name]) for entry in run))
+                self._report(sum(stored_bytes(entry.shape, kinds[entry.name]) for entry in run))
         return out | experts.tensors
 
     def bytes(self, prefix: str, dtype: torch.dtype) -> int:
         """Bytes of the tensors under `prefix` in that dtype."""
-        return sum(_bytes(entry, _kind(entry, dtype)) for entry in self.files.entries(prefix))
+        return sum(stored_bytes(entry.shape, self._kind(entry, dtype)) for entry in self.files.entries(prefix))
+
+    def _kind(self, entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
+        """The dtype that a tensor is to have."""
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{entry.file}: tensor {entry.name} has dtype {entry.dtype}, which no stage here takes")
+        own = DTYPES[entry.dtype]
+        if not own.is_floating_point:
+            return own
+        return FP8 if self.fp8 and EXPERT.fullmatch(entry.name) else wanted or own
 
     def _report(self, loaded: int) -> None:
         if self._loaded is not None:
@@ -126,35 +137,44 @@ class Checkpoint:
 
 
 class Experts:
-    """The fused tensors of all layers, allocated at once and filled matrix by matrix."""
+    """The fused tensors of all layers, allocated at once and filled matrix by matrix; those of dtype FP8 have their scales beside them."""
 
     def __init__(self, prefix: str, entries: Iterable[tuple[str, Shape, torch.dtype]], device: torch.device) -> None:
         """entries: name, shape and the dtype that is wanted. Only the matrices of experts count; CheckpointError where one is amiss."""
         layers: dict[str, dict[tuple[int, str], tuple[str, Shape, torch.dtype]]] = {}
         for entry in entries:
-            if match := _EXPERT.fullmatch(entry[0]):
+            if match := EXPERT.fullmatch(entry[0]):
                 layers.setdefault(match["layer"], {})[int(match["expert"]), match["part"]] = entry
         self.tensors: dict[str, torch.Tensor] = {}
-        self._layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[str, dict[str, torch.Tensor]] = {}
         for layer, found in layers.items():
             count, (intermediate, hidden) = _checked(layer, found)
             dtype = found[0, "gate"][2]
-            gate_up = torch.empty(count, 2 * intermediate, hidden, dtype=dtype, device=device)
-            down = torch.empty(count, hidden, intermediate, dtype=dtype, device=device)
-            self._layers[layer] = gate_up, down
-            name = layer.removeprefix(prefix)
-            self.tensors |= {f"{name}.gate_up_proj": gate_up, f"{name}.down_proj": down}
+            fused = self._layers[layer] = {}
+            for name, shape in (
+                ("gate_up_proj", (count, 2 * intermediate, hidden)),
+                ("down_proj", (count, hidden, intermediate)),
+            ):
+                fused[name] = torch.empty(shape, dtype=dtype, device=device)
+                if dtype == FP8:
+                    fused[name + SCALE_SUFFIX] = torch.empty(shape[:2], dtype=torch.float32, device=device)
+            self.tensors |= {f"{layer.removeprefix(prefix)}.{name}": tensor for name, tensor in fused.items()}
 
-    def place(self, name: str) -> torch.Tensor | None:
+    def place(self, name: str) -> torch.Tensor | Fp8Matrix | None:
         """Where that matrix of an expert belongs, contiguous; None for any other tensor."""
-        match = _EXPERT.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is None:
             return None
-        gate_up, down = self._layers[match["layer"]]
-        expert = int(match["expert"])
-        if match["part"] == "down":
-            return down[expert]
-        return gate_up[expert].chunk(2)[match["part"] == "up"]
+        fused, expert = self._layers[match["layer"]], int(match["expert"])
+        name = "down_proj" if match["part"] == "down" else "gate_up_proj"
+        matrix, scales = fused[name][expert], None
+        if (all_scales := fused.get(name + SCALE_SUFFIX)) is not None:
+            scales = all_scales[expert]
+        if match["part"] != "down":  # gates before ups
+            half = match["part"] == "up"
+            matrix = matrix.chunk(2)[half]
+            scales = None if scales is None else scales.chunk(2)[half]
+        return matrix if scales is None else Fp8Matrix(matrix, scales)
 
 
 def _checked(layer: str, found: dict[tuple[int, str], tuple[str, Shape, torch.dtype]]) -> tuple[int, tuple[int, int]]:
@@ -174,16 +194,9 @@ def _checked(layer: str, found: dict[tuple[int, str], tuple[str, Shape, torch.dt
     return count, (first[0], first[1])
 
 
-def _kind(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is to have."""
-    if entry.dtype not in DTYPES:
-        raise CheckpointError(f"{entry.file}: tensor {entry.name} has dtype {entry.dtype}, which no stage here takes")
-    own = DTYPES[entry.dtype]
-    return wanted if wanted is not None and own.is_floating_point else own
-
-
-def _bytes(entry: TensorEntry, kind: torch.dtype) -> int:
-    return math.prod(entry.shape) * kind.itemsize
+def stored_bytes(shape: Shape, kind: torch.dtype) -> int:
+    """Of a tensor in that dtype, the scales of one in FP8 counted."""
+    return math.prod(shape) * kind.itemsize + (SCALE_BYTES * shape[0] if kind == FP8 else 0)
 
 
 def _runs(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
@@ -195,7 +208,7 @@ def _runs(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
             yield run
             run, size = [], 0
         run.append(entry)
-        size += _bytes(entry, DTYPES[entry.dtype])
+        size += stored_bytes(entry.shape, DTYPES[entry.dtype])
     yield run
 
 

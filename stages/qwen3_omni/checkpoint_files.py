@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from omni_bus.errors import CheckpointError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100 << 20  # what the safetensors format allows
+# The name of a matrix of one expert.
+EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 

@@ -11,19 +11,20 @@ import msgspec
 from omni_bus.deployment import Deployment, StageConfig
 from omni_bus.memory import DTYPE_BYTES, StageNeed
 from omni_bus.stages.qwen3_omni import code2wav_config
-from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
+from omni_bus.stages.qwen3_omni.checkpoint_files import EXPERT, resolve
 from omni_bus.stages.qwen3_omni.code2wav_config import Code2WavConfig
 from omni_bus.stages.qwen3_omni.code2wav_shapes import STEP_FRAMES
 from omni_bus.stages.qwen3_omni.config import StackConfig, parse_config
 from omni_bus.stages.qwen3_omni.fixture_tensors import tensor_specs
 from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
-from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions
+from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions, ThinkerOptions
 
 LEAST_POSITIONS = 4096  # of KV: a short conversation
 # Estimates, held against torch's own figures on one card; the constants are for CUDA graphs and libraries.
 DECODER_WORKSPACE = 1 << 30
 ENCODER_WORKSPACE = 1 << 30  # one audio of 30 s, or one picture of two megapixels
 CODE2WAV_WORKSPACE = 512 << 20
+FP8_SCALE_BYTES = 4  # of an output channel
 LAYER_TENSORS = 32  # of [tokens, hidden] alive at once in a layer, experts' rows counted
 LOGITS_TENSORS = 4  # of float32 [rows, vocab] alive at once while sampling
 WAVE_TENSORS = 6  # of the widest [rows, channels, samples] alive at once in Code2Wav
@@ -35,10 +36,19 @@ def stage_needs(deployment: Deployment) -> dict[str, StageNeed]:
     config, code2wav = parse_config(fields), code2wav_config.parse(Section(fields).section("code2wav_config"))
     weights = parameters(fields)
     stages = deployment.stages
-    thinker = _decoder(stages["thinker"], config.thinker.text, weights["thinker"], captures=True)
+    options = msgspec.convert(stages["thinker"].options, ThinkerOptions)
+    thinker = _decoder(stages["thinker"], options, config.thinker.text, weights["thinker"], captures=True)
+    if options.weights == "fp8":
+        saved = saved_by_fp8(fields, "thinker", DTYPE_BYTES[stages["thinker"].dtype])
+        thinker = msgspec.structs.replace(thinker, weights=thinker.weights - saved)
     # The Thinker's embedding table, projected at load: both are there for a moment.
     talker_dtype, rows = DTYPE_BYTES[stages["talker"].dtype], config.thinker.text.vocab_size
-    talker = _decoder(stages["talker"], config.talker.text, weights["talker"] + rows * config.talker.text.hidden_size)
+    talker = _decoder(
+        stages["talker"],
+        msgspec.convert(stages["talker"].options, DecoderOptions),
+        config.talker.text,
+        weights["talker"] + rows * config.talker.text.hidden_size,
+    )
     return {
         "thinker": msgspec.structs.replace(
             thinker, workspace=thinker.workspace + (ENCODER_WORKSPACE if on_card(stages["thinker"]) else 0)
@@ -59,13 +69,20 @@ def parameters(fields: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
+def saved_by_fp8(fields: Mapping[str, Any], stage: str, dtype_bytes: int) -> int:
+    """Bytes by which the matrices of the stage's experts are smaller in FP8, the scales of their output channels counted."""
+    matrices = [spec for spec in tensor_specs(fields) if spec.name.startswith(f"{stage}.") and EXPERT.fullmatch(spec.name)]
+    return sum(spec.count * (dtype_bytes - 1) - spec.shape[0] * FP8_SCALE_BYTES for spec in matrices)
+
+
 def on_card(stage: StageConfig) -> bool:
     return any(device != "cpu" for device in stage.devices)
 
 
-def _decoder(stage: StageConfig, stack: StackConfig, weights: int, *, captures: bool = False) -> StageNeed:
+def _decoder(
+    stage: StageConfig, options: DecoderOptions, stack: StackConfig, weights: int, *, captures: bool = False
+) -> StageNeed:
     """`captures`: whether the states of one layer are kept beside the KV blocks that others may share."""
-    options = msgspec.convert(stage.options, DecoderOptions)
     size = DTYPE_BYTES[stage.dtype]
     layer = stack.hidden_size if captures and options.prefix_cache else 0
     position = (2 * stack.num_layers * stack.num_kv_heads * stack.head_dim + layer) * size

@@ -11,6 +11,8 @@ from omni_bus.stages.ar.options import AROptions
 
 # "checkpoint": the tensors of model.path. "random": made on the device at load, for timings; model.path then needs no weights.
 Load = Literal["checkpoint", "random"]
+# "model": as the dtype says. "fp8": the experts' matrices in FP8 with a scale an output channel, all else as the dtype says.
+Weights = Literal["model", "fp8"]
 Kernels = Literal["auto", "torch"]
 
 
@@ -18,6 +20,10 @@ class DecoderOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields
     """Thinker and Talker."""
 
     load: Load = "checkpoint"
+
+
+class ThinkerOptions(DecoderOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    weights: Weights = "model"
 
 
 class Code2WavOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +40,8 @@ class Code2WavOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class LoadOptions(msgspec.Struct, frozen=True):
-    """What is common to all of them: read from any of these stages' options."""
+    """How weights are loaded: read from any of these stages' options, whether it has every key or not."""
 
     load: Load = "checkpoint"
+    weights: Weights = "model"
+    kernels: Kernels = "auto"

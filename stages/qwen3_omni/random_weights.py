@@ -2,7 +2,7 @@
 
 Every tensor is drawn as the fixture draws it (fixture_tensors.py), in float32 and by a generator of its own seeded by its name, then
 put into the dtype of the stage. On a CPU that gives the very tensors of `omni-bus fixture --seed 0`; a card draws other numbers of the
-same distribution. Experts are drawn into their fused tensors, and no tensor passes through host memory.
+same distribution. Experts are drawn into their fused tensors, or quantised into them, and no tensor passes through host memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from omni_bus.errors import CheckpointError
-from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint, Experts, Loaded
-from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
+from omni_bus.stages.ar.fp8 import FP8
+from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint, Experts, Loaded, stored_bytes
+from omni_bus.stages.qwen3_omni.checkpoint_files import EXPERT, resolve
 from omni_bus.stages.qwen3_omni.fixture_tensors import TensorSpec, tensor_specs
 from omni_bus.stages.qwen3_omni.json_fields import read_json
 
@@ -27,8 +28,9 @@ REPORT_BYTES = 256 << 20  # between two reports of progress
 class RandomCheckpoint(Checkpoint):
     """The tensors that the config.json of a directory calls for. Nothing but that file is read."""
 
-    def __init__(self, path: str | os.PathLike[str], *, loaded: Loaded | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, loaded: Loaded | None = None, fp8: bool = False) -> None:
         self._directory = resolve(path)
+        self.fp8 = fp8
         self._loaded = loaded
         self._specs = {spec.name: spec for spec in sorted(tensor_specs(self.json("config.json")), key=lambda spec: spec.name)}
 
@@ -46,7 +48,7 @@ class RandomCheckpoint(Checkpoint):
         specs = [spec for name, spec in self._specs.items() if name.startswith(prefix)]
         if not specs:
             raise CheckpointError(f"{self.directory}: config.json calls for no tensor under {prefix!r}")
-        experts = Experts(prefix, [(spec.name, spec.shape, dtype) for spec in specs], device)
+        experts = Experts(prefix, [(spec.name, spec.shape, self._dtype(spec, dtype)) for spec in specs], device)
         generator = torch.Generator(device)
         out: dict[str, torch.Tensor] = {}
         made = 0
@@ -63,7 +65,11 @@ class RandomCheckpoint(Checkpoint):
         return out | experts.tensors
 
     def bytes(self, prefix: str, dtype: torch.dtype) -> int:
-        return sum(spec.count for name, spec in self._specs.items() if name.startswith(prefix)) * dtype.itemsize
+        specs = (spec for name, spec in self._specs.items() if name.startswith(prefix))
+        return sum(stored_bytes(spec.shape, self._dtype(spec, dtype)) for spec in specs)
+
+    def _dtype(self, spec: TensorSpec, wanted: torch.dtype) -> torch.dtype:
+        return FP8 if self.fp8 and EXPERT.fullmatch(spec.name) else wanted
 
 
 def draw(spec: TensorSpec, seed: int, generator: torch.Generator) -> torch.Tensor:

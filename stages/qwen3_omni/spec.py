@@ -10,7 +10,7 @@ import msgspec
 from omni_bus.payloads import AudioDelta, ChatInput, TextDelta
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
-from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions
+from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions, ThinkerOptions
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames, ModelInputs, TalkerPrompt, ThinkerTokens
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _thinker() -> Stage:
     from omni_bus.stages.ar.stage import ARStage
     from omni_bus.stages.qwen3_omni.thinker import ThinkerProgram
 
-    return ARStage(ThinkerProgram(), DecoderOptions)
+    return ARStage(ThinkerProgram(), ThinkerOptions)
 
 
 def _talker() -> Stage:
@@ -76,7 +76,9 @@ def check_model(model_path: str, stages: Mapping[str, StageConfig]) -> None:
     from omni_bus.stages.qwen3_omni.check import check_checkpoint
 
     check_checkpoint(
-        model_path, random=frozenset(name for name, stage in stages.items() if stage.options.get("load") == "random")
+        model_path,
+        random=frozenset(name for name, stage in stages.items() if stage.options.get("load") == "random"),
+        fp8="thinker" in stages and stages["thinker"].options.get("weights") == "fp8",
     )
 
 
@@ -90,7 +92,7 @@ PIPELINE = PipelineSpec(
     name="qwen3_omni",
     stages=(
         StageSpec(name="processor", factory=_processor, cpu_only=True, unused=frozenset({"dtype", "max_batch"})),
-        StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=DecoderOptions),
+        StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=ThinkerOptions),
         StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=DecoderOptions),
         StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH, options=Code2WavOptions),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from omni_bus.errors import ConfigError
 from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
 from omni_bus.stages.ar.mlp import DenseConfig, MoEConfig
 from omni_bus.stages.contract import StageContext
@@ -12,13 +13,17 @@ from omni_bus.stages.qwen3_omni.config import StackConfig
 from omni_bus.stages.qwen3_omni.options import LoadOptions
 from omni_bus.stages.qwen3_omni.random_weights import RandomCheckpoint
 
+FP8_CAPABILITY = (8, 9)  # from which on Triton converts e4m3
 WEIGHTS_SHARE = 0.8  # of a stage's progress; the rest is the KV cache, warm-up and capture
 
 
 def open_checkpoint(ctx: StageContext, *prefixes: str) -> Checkpoint:
     """The stage's tensors as its `load` option says; what is read under `prefixes` is told as the stage's progress, by bytes."""
     dtype: torch.dtype = getattr(torch, ctx.config.dtype)
-    random = ctx.options(LoadOptions).load == "random"
+    options = ctx.options(LoadOptions)
+    random, fp8 = options.load == "random", options.weights == "fp8"
+    if fp8:
+        check_card(ctx)
     done = total = 0
 
     def loaded(count: int) -> None:
@@ -27,12 +32,24 @@ def open_checkpoint(ctx: StageContext, *prefixes: str) -> Checkpoint:
         said = f"{'made' if random else 'read'} {done / 1e9:.1f} of {total / 1e9:.1f} GB"
         ctx.progress(WEIGHTS_SHARE * done / total, said)
 
-    checkpoint = (RandomCheckpoint if random else Checkpoint)(ctx.model_path, loaded=loaded)
+    checkpoint = (RandomCheckpoint if random else Checkpoint)(ctx.model_path, loaded=loaded, fp8=fp8)
     total = max(1, sum(checkpoint.bytes(prefix, dtype) for prefix in prefixes))
     return checkpoint
 
 
-def decoder_config(stack: StackConfig) -> DecoderConfig:
+def check_card(ctx: StageContext) -> None:
+    """ConfigError where the kernels of the stage's card cannot take FP8."""
+    if torch.device(ctx.device).type != "cuda" or ctx.options(LoadOptions).kernels == "torch":
+        return
+    has = torch.cuda.get_device_capability(ctx.device)
+    if has < FP8_CAPABILITY:
+        raise ConfigError(
+            f'stages.{ctx.stage}.weights = "fp8" needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or '
+            f'more, and {ctx.device} has {has[0]}.{has[1]}; take weights = "model"'
+        )
+
+
+def decoder_config(stack: StackConfig, *, fp8: bool = False) -> DecoderConfig:
     mlp: DenseConfig | MoEConfig = DenseConfig(intermediate=stack.intermediate_size)
     if stack.num_experts:
         mlp = MoEConfig(
@@ -41,6 +58,7 @@ def decoder_config(stack: StackConfig) -> DecoderConfig:
             intermediate=stack.moe_intermediate_size,
             norm_topk_prob=stack.norm_topk_prob,
             shared_intermediate=stack.shared_expert_intermediate_size,
+            fp8=fp8,
         )
     time, height, width = stack.mrope_section or (0, 0, 0)
     return DecoderConfig(
@@ -64,7 +82,7 @@ def load_stack(
     """The decoder under `prefix`, and the tensors there whose names start with `embeddings`."""
     tensors = checkpoint.tensors(prefix, dtype=dtype, device=device)
     tables = {name: tensors.pop(name) for name in list(tensors) if name.startswith(embeddings)}
-    return Decoder.from_tensors(decoder_config(stack), tensors, dtype=dtype, device=device), tables
+    return Decoder.from_tensors(decoder_config(stack, fp8=checkpoint.fp8), tensors, dtype=dtype, device=device), tables
 
 
 def load_tensor(checkpoint: Checkpoint, name: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
