@@ -10,7 +10,8 @@ from omni_bus.api import chat_body
 from omni_bus.api.chat_body import ChatBody, SamplingBody, decode_json
 from omni_bus.api.media import MediaSource
 from omni_bus.api.served import ServedModel
-from omni_bus.errors import InvalidRequest, ModelRefused
+from omni_bus.api.submission import deadline_s
+from omni_bus.errors import InvalidRequest
 from omni_bus.events import RequestOptions
 from omni_bus.names import did_you_mean
 from omni_bus.payloads import MediaPart, Message, TextPart
@@ -18,7 +19,7 @@ from omni_bus.sampling import SamplingParams
 
 MODALITIES = ("text", "audio", "image", "video")  # in the order in which they are passed on
 STREAM_FORMATS = ("pcm16", "wav")
-WHOLE_FORMATS = ("wav", "pcm16", "mp3", "opus", "flac")
+WHOLE_FORMATS = ("wav", "pcm16", "mp3", "opus", "flac", "aac")
 MAX_MEDIA = 64  # pieces in one request
 
 
@@ -55,7 +56,7 @@ def parse_chat(body: bytes | bytearray, model: ServedModel, timeout_header: str 
         stream=stream,
         include_usage=chat.stream_options is not None and chat.stream_options.include_usage is True,
         audio_format=_audio_format(chat, stream),
-        deadline_s=_deadline(chat.timeout, timeout_header, model.max_deadline_s),
+        deadline_s=deadline_s(chat.timeout, timeout_header, model.max_deadline_s),
     )
 
 
@@ -67,10 +68,7 @@ def _modalities(wanted: list[str] | None, model: ServedModel) -> tuple[str, ...]
     for name in wanted:
         if name not in MODALITIES:
             raise InvalidRequest(f"modalities: unknown {name[:40]!r}{did_you_mean(name[:40], MODALITIES)}", param="modalities")
-    refused = set(wanted) - model.pipeline.output_modalities
-    if refused:
-        offered = ", ".join(sorted(model.pipeline.output_modalities))
-        raise ModelRefused(f"this model does not make {', '.join(sorted(refused))}; it makes {offered}", param="modalities")
+    model.check_makes(wanted, "modalities")
     return tuple(name for name in MODALITIES if name in wanted)
 
 
@@ -78,11 +76,7 @@ def _voice(chat: ChatBody, modalities: tuple[str, ...], model: ServedModel) -> s
     voice = chat.audio.voice if chat.audio is not None else None
     if voice is None or "audio" not in modalities:
         return None
-    by_folded = {name.casefold(): name for name in model.voices}
-    if voice.casefold() not in by_folded:
-        offered = ", ".join(model.voices) or "none to choose from: leave audio.voice out"
-        raise ModelRefused(f"this model has no such voice; it has {offered}", param="audio.voice")
-    return by_folded[voice.casefold()]
+    return model.voice(voice, "audio.voice")
 
 
 def _audio_format(chat: ChatBody, stream: bool) -> str:
@@ -94,21 +88,6 @@ def _audio_format(chat: ChatBody, stream: bool) -> str:
         kind = "a streamed" if stream else "an unstreamed"
         raise InvalidRequest(f"audio.format of {kind} answer must be one of {', '.join(formats)}", param="audio.format")
     return wanted
-
-
-def _deadline(field: float | None, header: str | None, maximum: float) -> float:
-    seconds, param = field, "timeout"
-    if seconds is None and header is not None:
-        param = "X-Request-Timeout"
-        try:
-            seconds = float(header)
-        except ValueError:
-            seconds = -1.0
-    if seconds is None:
-        return maximum
-    if not 0 < seconds <= maximum:
-        raise InvalidRequest(f"{param} must be a number of seconds above 0 and up to {maximum:g}", param=param)
-    return seconds
 
 
 def _sampling(chat: ChatBody, model: ServedModel) -> dict[str, SamplingParams]:
@@ -170,9 +149,7 @@ def _messages(bodies: list[chat_body.MessageBody], model: ServedModel) -> tuple[
                 parts.append(TextPart(part.text))
                 continue
             source = _source(part, f"{where}[{index}]")
-            if source.kind not in model.pipeline.input_kinds:
-                taken = ", ".join(sorted(model.pipeline.input_kinds))
-                raise ModelRefused(f"this model does not take {source.kind}; it takes {taken}", param=f"{where}[{index}]")
+            model.check_takes(source.kind, f"{where}[{index}]")
             parts.append(MediaPart(source.kind, len(media)))
             media.append(source)
             if len(media) > MAX_MEDIA:

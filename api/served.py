@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Collection
 
 from omni_bus.api.http_errors import ModelNotFound
 from omni_bus.deployment import Deployment
+from omni_bus.errors import ModelRefused
 from omni_bus.spec import PipelineSpec
 
 
@@ -36,3 +38,24 @@ class ServedModel:
     def check_name(self, name: str) -> None:
         if name != self.name:
             raise ModelNotFound(f"this server has no model of that name; it serves {self.name!r}", param="model")
+
+    def check_makes(self, modalities: Collection[str], param: str) -> None:
+        """Raises ModelRefused for an output that it does not make."""
+        refused = set(modalities) - self.pipeline.output_modalities
+        if refused:
+            offered = ", ".join(sorted(self.pipeline.output_modalities))
+            raise ModelRefused(f"this model does not make {', '.join(sorted(refused))}; it makes {offered}", param=param)
+
+    def check_takes(self, kind: str, param: str) -> None:
+        """Raises ModelRefused for an input that it does not take."""
+        if kind not in self.pipeline.input_kinds:
+            taken = ", ".join(sorted(self.pipeline.input_kinds))
+            raise ModelRefused(f"this model does not take {kind}; it takes {taken}", param=param)
+
+    def voice(self, name: str, param: str) -> str:
+        """The voice of that name, written in whatever case, as the model writes it; ModelRefused where there is none."""
+        by_folded = {voice.casefold(): voice for voice in self.voices}
+        if name.casefold() not in by_folded:
+            offered = ", ".join(self.voices) or f"none to choose from: leave {param} out"
+            raise ModelRefused(f"this model has no such voice; it has {offered}", param=param)
+        return by_folded[name.casefold()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omni_bus.api import chat
+from omni_bus.api import submission
 from tests.support.scripted_bus import FOREVER, GOOD, ScriptedStream, audio, text
 
 LIMIT_S = 0.1
@@ -105,7 +105,7 @@ async def test_a_slow_reader_stalls_only_itself(server: Any) -> None:
 
 
 async def test_a_reader_that_never_reads_is_dropped_after_its_deadline(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "GRACE_S", 0.1)
+    monkeypatch.setattr(submission, "GRACE_S", 0.1)
     server.bus.script = [audio()] * 100_000
     _, writer = await send(server, stream=True, modalities=["audio"], timeout=0.4)
     stream = await submitted(server)
@@ -121,7 +121,7 @@ async def test_a_reader_that_never_reads_is_dropped_after_its_deadline(server: A
 async def test_a_bus_that_misses_the_deadline_does_not_hold_the_client(
     server: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(chat, "GRACE_S", 0.05)
+    monkeypatch.setattr(submission, "GRACE_S", 0.05)
     server.bus.script = (FOREVER,)
     status, answer = await server.chat(stream=stream, timeout=0.1)
     assert (status, answer["error"]["code"]) == (408, "deadline_exceeded")
@@ -135,7 +135,7 @@ async def test_a_bus_that_never_acknowledges_a_cancel_does_not_hold_the_answer(
         stream.cancelled.set()
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(chat, "GRACE_S", 0.05)
+    monkeypatch.setattr(submission, "GRACE_S", 0.05)
     monkeypatch.setattr(ScriptedStream, "cancel", never)
     server.bus.script = (FOREVER,)
     status, answer = await server.chat(timeout=0.1)
