@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from omni_bus.api.voice.items import SAMPLE_RATE
 from omni_bus.api.voice.turn_config import SemanticVad, ServerVad, TurnDetection
-from omni_bus.api.voice.turn_end import HEARD_S, silence_needed_ms
+from omni_bus.api.voice.turn_end import HEARD_S, SETTLED_MS, silence_needed_ms
 from omni_bus.api.voice.vad import FRAME, Vad, VadState
 
 ONSET = 2  # frames of speech in a row that begin a turn: a click is one
 HYSTERESIS = 0.15  # silence begins so far below the threshold: voices waver
 _PER_MS = SAMPLE_RATE // 1000
+_RECENT = (int(HEARD_S * 1000) + SETTLED_MS) * _PER_MS // FRAME + 2  # frames
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class TurnDetector:
         self._onset: list[int] = []  # frames that may become the beginning of a turn
         self._speech_end = position
         self._silence_start: int | None = None
-        self._needed = 0  # of the silence that has begun
+        self._needed: int | None = None  # of the silence that has begun; None while it cannot be told
         self._longest_pause = 0
-        self._recent: collections.deque[NDArray[numpy.float32]] = collections.deque(maxlen=int(HEARD_S * SAMPLE_RATE) // FRAME)
+        self._recent: collections.deque[NDArray[numpy.float32]] = collections.deque(maxlen=_RECENT)
         self._awaited = False  # an answer has been played, and nobody has spoken since
         self._idle_start: int | None = None
 
@@ -149,21 +150,22 @@ class TurnDetector:
                 return
             # A frame or so between speech and silence is silence already; a voice that wavers for longer is not.
             self._silence_start = max(self._speech_end, start - FRAME)
-            self._needed = self._silence_needed(start)
-        end = self._silence_start + self._needed
-        if end <= start + FRAME:
+            self._needed = self._silence if self._semantic is None else None
+        if self._needed is None and self._semantic is not None and start - self._silence_start >= SETTLED_MS * _PER_MS:
+            self._needed = self._silence_needed(start, self._semantic)
+        end = self._silence_start + self._needed if self._needed is not None else None
+        if end is not None and end <= start + FRAME:
             events.append(SpeechStopped(end // _PER_MS))
             self._end_turn(end)
 
-    def _silence_needed(self, start: int) -> int:
-        """Samples of silence that end the turn, told when silence begins."""
-        if self._semantic is None:
-            return self._silence
+    def _silence_needed(self, start: int, semantic: SemanticVad) -> int:
+        """Samples of silence that end the turn, told once the silence, which lasts up to `start`, has settled."""
         assert self._silence_start is not None
-        frames = list(self._recent)
-        spoken = len(frames) - (start - self._silence_start) // FRAME
-        speech = numpy.concatenate(frames[:spoken]) if spoken > 0 else numpy.empty(0, numpy.float32)
-        return int(silence_needed_ms(speech, self._longest_pause / _PER_MS, self._semantic.eagerness) * _PER_MS)
+        recent = numpy.concatenate(list(self._recent))
+        silent = start - self._silence_start
+        speech, silence = recent[:-silent], recent[-silent:]
+        pause_ms = self._longest_pause / _PER_MS
+        return int(silence_needed_ms(speech, silence, pause_ms, semantic.eagerness) * _PER_MS)
 
     def _end_turn(self, floor: int) -> None:
         self._start = self._silence_start = None
