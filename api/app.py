@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
-from omni_bus.api import chat, models, status
+from omni_bus.api import chat, models, speech, status, transcription
 from omni_bus.api.auth import API_KEYS, ApiKeys, require_key
 from omni_bus.api.bus import Bus
 from omni_bus.api.client_limit import LIMIT, ClientLimit, limit_requests
@@ -21,6 +21,7 @@ from omni_bus.api.loop_lag import LoopLag
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
 from omni_bus.api.playground.files import add_page
+from omni_bus.api.realtime.endpoint import add_realtime
 from omni_bus.api.request_context import add_headers, in_context
 from omni_bus.api.served import ServedModel
 from omni_bus.deployment import Deployment
@@ -53,6 +54,9 @@ def create_app(
     app.router.add_get("/v1/models/{name:.+}", models.one_model)
     app.router.add_get("/v1/status", status.status)
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
+    app.router.add_post("/v1/audio/speech", speech.speech)
+    app.router.add_post("/v1/audio/transcriptions", transcription.transcriptions)
+    add_realtime(app)
     add_page(app)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_cors_headers)

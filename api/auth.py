@@ -15,6 +15,7 @@ from omni_bus.errors import ConfigError, Unauthorized
 
 # They tell nothing. Load balancers ask the first two; the others are the page, and in it a key is typed.
 OPEN_PATHS = frozenset({"/health", "/ready", *PATHS})
+_IN_PROTOCOL = "openai-insecure-api-key."  # before a key among the subprotocols: a page can set no header of a WebSocket
 
 
 class ApiKeys:
@@ -57,5 +58,15 @@ API_KEYS = web.AppKey("api_keys", ApiKeys)
 @web.middleware
 async def require_key(request: web.Request, handler: Handler) -> web.StreamResponse:
     if API_KEYS in request.app and request.path not in OPEN_PATHS:
-        request[CLIENT] = f"key {request.app[API_KEYS].check(request.headers.get('Authorization'))}"
+        request[CLIENT] = f"key {request.app[API_KEYS].check(_authorization(request))}"
     return await handler(request)
+
+
+def _authorization(request: web.Request) -> str | None:
+    said = request.headers.get("Authorization")
+    if said is not None:
+        return said
+    for protocol in request.headers.get("Sec-WebSocket-Protocol", "").split(","):
+        if protocol.strip().startswith(_IN_PROTOCOL):
+            return f"Bearer {protocol.strip().removeprefix(_IN_PROTOCOL)}"
+    return None

@@ -14,6 +14,13 @@ class MethodNotAllowed(OmniBusError):
         self.allowed = allowed
 
 
+class OriginRefused(OmniBusError):
+    """A page of a site that this server does not answer."""
+
+    code = "origin_refused"
+    status = 403
+
+
 class MediaRefused(InvalidRequest):
     """A media URL whose scheme, host or address the server does not fetch from."""
 

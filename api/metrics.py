@@ -6,9 +6,10 @@ Labels come from the pipeline and from fixed lists, never from a client, so that
 from __future__ import annotations
 
 import collections
+import contextlib
 import pathlib
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -102,6 +103,23 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livemax",
         )
+        self._sessions = Gauge(
+            "omni_bus_voice_sessions", "Voice sessions open.", registry=registry, multiprocess_mode="livesum"
+        )
+        self._responses = Counter("omni_bus_voice_responses", "Ended responses by status.", ["status"], registry=registry)
+        self._interruptions = Counter("omni_bus_voice_interruptions", "Responses that the user interrupted.", registry=registry)
+        self._turn_answered = Histogram(
+            "omni_bus_voice_turn_answered_seconds",
+            "From the end of a user's turn, as it was detected, to the answer's first audio.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._cancel_acknowledged = Histogram(
+            "omni_bus_voice_cancel_seconds",
+            "From a response's cancel until every stage has let go of it.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self._worst = self._held = 0.0
         self._recent = {name: collections.deque[float](maxlen=RECENT) for name in ("ttfp_s", "rtf")}
         self._codes = _error_codes(errors.OmniBusError)
@@ -119,6 +137,28 @@ class Metrics:
 
     def failed(self, code: str) -> None:
         self._failures.labels(code if code in self._codes else "other").inc()
+
+    @contextlib.contextmanager
+    def voice_session(self) -> Iterator[None]:
+        """One that is open for as long as the block lasts."""
+        self._sessions.inc()
+        try:
+            yield
+        finally:
+            self._sessions.dec()
+
+    def response_ended(self, status: str) -> None:
+        """status: of a voice session's response, one of five."""
+        self._responses.labels(status).inc()
+
+    def interrupted(self) -> None:
+        self._interruptions.inc()
+
+    def turn_answered(self, seconds: float) -> None:
+        self._turn_answered.observe(seconds)
+
+    def cancel_acknowledged(self, seconds: float) -> None:
+        self._cancel_acknowledged.observe(seconds)
 
     def first_packet(self, seconds: float) -> None:
         """Arrival to the first audio packet."""

@@ -1,0 +1,101 @@
+"""How many voice sessions there are, for the server and for each client, and how fast, how idle and how long each may be."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+
+from omni_bus.deployment import ApiConfig
+from omni_bus.errors import Overloaded, RateLimited
+
+BURST_S = 10.0  # of its allowed rate a client may send at once: what a network that stood still brings together
+
+
+class SessionCount:
+    """Of one API process. A client is a key of `api_keys_file`, or an address where there are no keys."""
+
+    def __init__(self, config: ApiConfig) -> None:
+        self._most = config.max_sessions
+        self._most_per_client = config.max_sessions_per_client
+        self._open = 0
+        self._per_client: collections.Counter[str] = collections.Counter()  # only of those that have any
+
+    def __len__(self) -> int:
+        return self._open
+
+    @contextlib.contextmanager
+    def one(self, client: str) -> Iterator[None]:
+        """One session for as long as the block lasts. Raises RateLimited (429) or Overloaded (503)."""
+        if 0 < self._most_per_client <= self._per_client[client]:
+            most = self._most_per_client
+            raise RateLimited(
+                f"a client may have {most} session{'s' * (most > 1)} open at a time; close one first", code="too_many_sessions"
+            )
+        if 0 < self._most <= self._open:
+            raise Overloaded("the server has as many sessions as it takes; try again when one has ended")
+        self._open += 1
+        self._per_client[client] += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            self._per_client[client] -= 1
+            if not self._per_client[client]:
+                del self._per_client[client]
+
+
+class EventRate:
+    """A client's events, as a bucket that empties at the allowed rate. Times are seconds of time.monotonic."""
+
+    def __init__(self, per_second: int, now: float) -> None:
+        """per_second: 0 allows any."""
+        self._rate = per_second
+        self._most = per_second * BURST_S
+        self._level = 0.0
+        self._then = now
+
+    def count(self, now: float) -> None:
+        """One more event. Raises RateLimited where that is too many."""
+        if not self._rate:
+            return
+        self._level = max(0.0, self._level - (now - self._then) * self._rate) + 1
+        self._then = now
+        if self._level > self._most:
+            raise RateLimited(
+                f"a session may send {self._rate} events a second; put more audio into each", code="too_many_events"
+            )
+
+
+class SessionTimer:
+    """Calls `ended` once, with a code and a sentence, when a session has been idle or open for too long. One timer, rarely set anew."""
+
+    def __init__(self, config: ApiConfig, ended: Callable[[str, str], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._idle_s = config.session_idle_s
+        self._ended = ended
+        now = self._loop.time()
+        self._over = now + config.session_s
+        self._total_s = config.session_s
+        self._heard = now
+        self._timer = self._loop.call_at(min(self._over, now + self._idle_s), self._due)
+
+    def heard(self) -> None:
+        """The client said something."""
+        self._heard = self._loop.time()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _due(self) -> None:
+        now = self._loop.time()
+        idle_until = self._heard + self._idle_s
+        if now >= self._over:
+            self._ended(
+                "session_expired", f"the session has lasted {self._total_s:g} s, which is as long as one may; open another"
+            )
+        elif now >= idle_until:
+            self._ended("session_idle", f"the session was closed after {self._idle_s:g} s without a word of its client")
+        else:
+            self._timer = self._loop.call_at(min(self._over, idle_until), self._due)

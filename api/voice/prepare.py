@@ -1,0 +1,84 @@
+"""Work ahead of a turn: while the user still speaks, the stages are shown what the coming request will begin with.
+
+A prepared request has no output. At most one is under way, and it goes as soon as the real one is ready: what it has done by then is
+in the stages' caches, what it has not is done as if it had never been asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from omni_bus.api.voice.items import SAMPLE_RATE
+from omni_bus.api.voice.prompt import BusRequest
+from omni_bus.api.voice.services import VoiceServices
+from omni_bus.errors import OmniBusError
+
+log = logging.getLogger("omni_bus.api")
+
+WINDOW = 8 * SAMPLE_RATE  # samples that an audio encoder reads apart from all others, from the turn's beginning
+DEADLINE_S = 30.0
+
+
+class Preparer:
+    """build: from how many samples of the turn are to be in it, the request; called only when it is about to be sent."""
+
+    def __init__(self, services: VoiceServices, label: str, build: Callable[[int], BusRequest | None]) -> None:
+        self._services = services
+        self._label = label
+        self._build = build
+        self._wanted = -1  # samples of the turn that the stages should know
+        self._asked = -1  # samples that they have been shown
+        self._task: asyncio.Task[None] | None = None
+
+    def heard(self, samples: int) -> None:
+        """So much of the turn's audio is there now; 0 where it begins."""
+        if not self._services.config.voice_prepare:
+            return
+        self._wanted = samples // WINDOW * WINDOW
+        if self._wanted > self._asked and self._task is None:
+            self._task = asyncio.create_task(self._ask())
+
+    def stop(self) -> None:
+        """The turn is over."""
+        self._wanted = self._asked = -1
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        task = self._task
+        self.stop()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _ask(self) -> None:
+        try:
+            while self._wanted > self._asked:
+                self._asked = self._wanted
+                request = self._build(self._asked)
+                if request is not None:
+                    await self._one(request)
+        except OmniBusError as error:  # the turn itself will meet it, and say so
+            log.info("nothing was prepared: %s", error.code)
+        except Exception:
+            log.exception("a request ahead of its turn failed inside the server")
+        finally:
+            self._task = None
+
+    async def _one(self, request: BusRequest) -> None:
+        stream = await self._services.bus.submit(
+            options=request.options,
+            payload=request.payload,
+            tensors=request.tensors,
+            deadline_s=DEADLINE_S,
+            label=self._label,
+        )
+        try:
+            async for _ in stream:
+                pass  # a prepared request closes its edges, and says nothing
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await stream.cancel()
