@@ -306,6 +306,10 @@ def _check(config: OmniConfig) -> None:
         ),
         (thinker.audio["n_window"] == 50, "thinker_config.audio_config.n_window must be 50"),
         (
+            thinker.audio["n_window_infer"] > 0 and thinker.audio["n_window_infer"] % 100 == 0,
+            "thinker_config.audio_config.n_window_infer must be a multiple of 100",
+        ),
+        (
             thinker.audio["output_dim"] == thinker.vision["out_hidden_size"] == thinker.text.hidden_size,
             "thinker_config: audio output_dim and vision out_hidden_size must equal the text hidden_size",
         ),

@@ -51,7 +51,7 @@ def stage_needs(deployment: Deployment) -> dict[str, StageNeed]:
     )
     return {
         "thinker": msgspec.structs.replace(
-            thinker, workspace=thinker.workspace + (ENCODER_WORKSPACE if on_card(stages["thinker"]) else 0)
+            thinker, workspace=thinker.workspace + (_media(stages["thinker"]) if on_card(stages["thinker"]) else 0)
         ),
         "talker": msgspec.structs.replace(
             talker, workspace=max(talker.workspace, rows * config.thinker.text.hidden_size * talker_dtype)
@@ -106,6 +106,11 @@ def _decoder(
         memory=options.memory,
         state=state,
     )
+
+
+def _media(stage: StageConfig) -> int:
+    """Bytes for the encoders at work, and for what is kept of their results."""
+    return ENCODER_WORKSPACE + (msgspec.convert(stage.options, ThinkerOptions).media_cache_mb << 20)
 
 
 def _code2wav(deployment: Deployment, config: Code2WavConfig, weights: int) -> StageNeed:

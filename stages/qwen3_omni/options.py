@@ -16,6 +16,13 @@ Weights = Literal["model", "fp8"]
 Kernels = Literal["auto", "torch"]
 
 
+class ProcessorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    media_cache_mb: int = 128  # of features kept by content, so that a conversation's media are not read anew at each turn
+
+    def __post_init__(self) -> None:
+        _check_media_cache(self.media_cache_mb)
+
+
 class DecoderOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Thinker and Talker."""
 
@@ -24,6 +31,11 @@ class DecoderOptions(AROptions, frozen=True, kw_only=True, forbid_unknown_fields
 
 class ThinkerOptions(DecoderOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weights: Weights = "model"
+    media_cache_mb: int = 256  # of encoded audio windows, pictures and video steps, kept by content on the stage's device
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_media_cache(self.media_cache_mb)
 
 
 class Code2WavOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,6 +49,11 @@ class Code2WavOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         check_memory(self.memory)
+
+
+def _check_media_cache(megabytes: int) -> None:
+    if megabytes < 0:
+        raise ValueError("media_cache_mb must be at least 0")
 
 
 class LoadOptions(msgspec.Struct, frozen=True):

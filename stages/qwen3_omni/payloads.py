@@ -16,16 +16,32 @@ class Media(msgspec.Struct, frozen=True):
     video_seconds: tuple[float, ...] = ()  # seconds that one step of the time axis spans
 
 
+Digests = tuple[tuple[bytes, ...], ...]
+
+
+class MediaContent(msgspec.Struct, frozen=True):
+    """Names of a prompt's media by content, a digest for each part that an encoder computes by itself: of each audio its windows,
+    of each picture the whole, of each video the steps of its time axis. Equal digests are equal inputs of the encoder."""
+
+    audios: Digests = ()
+    images: Digests = ()
+    videos: Digests = ()
+
+
 class ModelInputs(msgspec.Struct, frozen=True):
     """processor → thinker, one chunk: the whole prompt.
 
     token_ids: the chat template's ids with every placeholder repeated to its media's length. Tensors, where there is such media:
     `input_features` float32 [128, mel frames of all audios in a row]; `pixel_values`, `pixel_values_videos` float32
-    [patches, 3 * 2 * patch * patch].
+    [patches, 3 * 2 * patch * patch]. chunk_width: mel frames to which the chunks of the audios are padded. say: the answer's
+    tokens without the end token, where the client gave the answer itself.
     """
 
     token_ids: tuple[int, ...]
     media: Media = Media()
+    content: MediaContent = MediaContent()
+    chunk_width: int = 100
+    say: tuple[int, ...] | None = None
 
 
 class TalkerPrompt(msgspec.Struct, frozen=True):

@@ -9,9 +9,8 @@ from collections.abc import Generator, Iterable, Mapping
 
 import numpy as np
 import torch
-from transformers import WhisperFeatureExtractor
 
-from omni_bus.errors import CheckpointError, InvalidRequest, ModelRefused, OmniBusError, StageFailed, UndecodableMedia
+from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, StageFailed
 from omni_bus.payloads import ChatInput, MediaPart
 from omni_bus.stages.contract import (
     Chunk,
@@ -25,11 +24,13 @@ from omni_bus.stages.contract import (
     StageStats,
     WokenByEvents,
 )
-from omni_bus.stages.media import decode_image, probe_video, read_frames
 from omni_bus.stages.qwen3_omni.checkpoint_files import resolve
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
+from omni_bus.stages.qwen3_omni.encoder_units import CHUNK_FRAMES
 from omni_bus.stages.qwen3_omni.json_fields import Section, read_json
-from omni_bus.stages.qwen3_omni.payloads import Grid, Media, ModelInputs, TalkerPrompt
+from omni_bus.stages.qwen3_omni.media_input import Audios, MediaInput, Seen, mel_extractor
+from omni_bus.stages.qwen3_omni.options import ProcessorOptions
+from omni_bus.stages.qwen3_omni.payloads import Grid, Media, MediaContent, ModelInputs, TalkerPrompt
 from omni_bus.stages.qwen3_omni.prompt import PromptEncoder, expand
 from omni_bus.stages.qwen3_omni.rope_index import audio_tokens, grid_tokens
 from omni_bus.stages.qwen3_omni.turns import user_turns
@@ -37,9 +38,6 @@ from omni_bus.stages.qwen3_omni.vision_input import VIDEO_FPS, VisionInput, Visi
 
 log = logging.getLogger(__name__)
 
-AUDIO_RATE = 16_000
-MIN_AUDIO_SAMPLES = 400  # one window of the mel filter bank
-MAX_AMPLITUDE = 1e6  # full scale is 1; the power of much larger samples leaves the range of float32
 THINKER = "processor->thinker"
 TALKER = "processor->talker"
 
@@ -54,12 +52,19 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt as both readers get it. `tensors` as in ModelInputs; `user_positions`: what the Talker reads of `token_ids`."""
+    """A prompt as both readers get it: `tensors` as in ModelInputs; `user_positions`: what the Talker reads of its token ids."""
 
-    token_ids: list[int]
-    media: Media
+    inputs: ModelInputs
     tensors: dict[str, torch.Tensor]
     user_positions: list[int]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return list(self.inputs.token_ids)
+
+    @property
+    def media(self) -> Media:
+        return self.inputs.media
 
 
 class ProcessorStage(WokenByEvents):
@@ -78,8 +83,12 @@ class ProcessorStage(WokenByEvents):
         self._processor = Processor(
             config,
             PromptEncoder(directory, config),
-            _mel(Section(preprocessor, "", "preprocessor_config.json")),
-            VisionInput(VisionInputConfig.parse(preprocessor, read_json(video) if video.is_file() else {})),
+            MediaInput(
+                mel_extractor(Section(preprocessor, "", "preprocessor_config.json")),
+                VisionInput(VisionInputConfig.parse(preprocessor, read_json(video) if video.is_file() else {})),
+                window=config.thinker.audio["n_window_infer"],
+                kept_bytes=ctx.options(ProcessorOptions).media_cache_mb << 20,
+            ),
         )
         ctx.progress(1.0, "ready")
 
@@ -126,7 +135,9 @@ class ProcessorStage(WokenByEvents):
         assert job.chunk is not None and isinstance(job.chunk.payload, ChatInput)
         try:
             if job.work is None:
-                job.work = self._processor.prepare_in_steps(job.chunk.payload, job.chunk.tensors)
+                job.work = self._processor.prepare_in_steps(
+                    job.chunk.payload, job.chunk.tensors, unfinished=job.request.options.prepare
+                )
             next(job.work)
         except StopIteration as done:
             del self._jobs[request]
@@ -143,12 +154,12 @@ class ProcessorStage(WokenByEvents):
 
     def _emissions(self, request: StageRequest, entry: str, prompt: Prepared) -> list[Emission]:
         out: list[Emission] = [Consumed(request.id, entry)]
-        inputs = ModelInputs(tuple(prompt.token_ids), prompt.media)
+        inputs = prompt.inputs
         out.append(Output(request.id, THINKER, inputs, prompt.tensors, last=True))
         if TALKER in request.outputs:
-            user = TalkerPrompt(tuple(prompt.token_ids[position] for position in prompt.user_positions), prompt.media)
+            user = TalkerPrompt(tuple(inputs.token_ids[position] for position in prompt.user_positions), inputs.media)
             out.append(Output(request.id, TALKER, user, last=True))
-        out.append(Finished(request.id, {"prompt_tokens": len(prompt.token_ids)}))
+        out.append(Finished(request.id, {"prompt_tokens": len(inputs.token_ids)}))
         return out
 
     def stats(self) -> StageStats:
@@ -158,15 +169,14 @@ class ProcessorStage(WokenByEvents):
 class Processor:
     """The work itself, without the stage around it."""
 
-    def __init__(self, config: OmniConfig, encoder: PromptEncoder, mel: WhisperFeatureExtractor, vision: VisionInput) -> None:
+    def __init__(self, config: OmniConfig, encoder: PromptEncoder, media: MediaInput) -> None:
         self.config = config
         self.encoder = encoder
-        self.mel = mel
-        self.vision = vision
+        self.media = media
 
-    def prepare(self, chat: ChatInput, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare(self, chat: ChatInput, tensors: Mapping[str, torch.Tensor], *, unfinished: bool = False) -> Prepared:
         """The whole work at once. OmniBusError refuses a conversation that the model cannot take."""
-        work = self.prepare_in_steps(chat, tensors)
+        work = self.prepare_in_steps(chat, tensors, unfinished=unfinished)
         while True:
             try:
                 next(work)
@@ -174,11 +184,20 @@ class Processor:
                 prepared: Prepared = done.value
                 return prepared
 
-    def prepare_in_steps(self, chat: ChatInput, tensors: Mapping[str, torch.Tensor]) -> Generator[None, None, Prepared]:
-        """The same, with a pause behind each picture and each frame taken of a video: none takes long."""
-        if not chat.messages:
+    def prepare_in_steps(
+        self, chat: ChatInput, tensors: Mapping[str, torch.Tensor], *, unfinished: bool = False
+    ) -> Generator[None, None, Prepared]:
+        """The same, with a pause behind each audio, each picture and each frame taken of a video: none takes long.
+
+        unfinished: more of the conversation is still to come. Where its last message ends in a user's audio, the prompt is cut
+        behind the part of that audio which will stay as it is.
+        """
+        if chat.messages:
+            token_ids = self.encoder.encode(chat.messages, chat.tools)
+        elif chat.say is not None:
+            token_ids = list(self.encoder.opening)
+        else:
             raise ModelRefused("the conversation is empty; send at least one message", param="messages")
-        token_ids = self.encoder.encode(chat.messages, chat.tools)
         self._check_length(len(token_ids))
         parts = [part for message in chat.messages for part in message.parts if isinstance(part, MediaPart)]
         missing = [part.index for part in parts if f"media{part.index}" not in tensors]
@@ -188,25 +207,43 @@ class Processor:
         def of_kind(kind: str) -> list[np.ndarray]:
             return [tensors[f"media{part.index}"].numpy() for part in parts if part.kind == kind]
 
-        audio_lengths, features = self._audio(of_kind("audio"))
-        images, image_grids = yield from self._images(of_kind("image"))
-        videos, video_grids = yield from self._videos(of_kind("video"))
+        growing = unfinished and _ends_in_users_audio(chat)
+        sounds = of_kind("audio")
+        audios = (yield from self.media.audio(sounds, growing=growing)) if sounds else Audios([], CHUNK_FRAMES)
+        images = yield from self._images(of_kind("image"))
+        videos = yield from self._videos(of_kind("video"))
+        features: dict[str, torch.Tensor] = {}
+        if audios.heard:
+            features["input_features"] = torch.cat([one.features for one in audios.heard], dim=1)
         if images:
-            features["pixel_values"] = torch.cat(images)
+            features["pixel_values"] = torch.cat([one.patches for one in images])
         if videos:
-            features["pixel_values_videos"] = torch.cat(videos)
-        seconds = self.vision.config.temporal_patch_size / VIDEO_FPS
-        media = Media(audio_lengths, tuple(image_grids), tuple(video_grids), (seconds,) * len(video_grids))
-        return self._place(token_ids, media, features)
+            features["pixel_values_videos"] = torch.cat([one.patches for one in videos])
+        seconds = self.media.vision.config.temporal_patch_size / VIDEO_FPS
+        media = Media(
+            tuple(one.frames for one in audios.heard),
+            tuple(one.grid for one in images),
+            tuple(one.grid for one in videos),
+            (seconds,) * len(videos),
+        )
+        token_ids, user = self._place(token_ids, media, growing=growing)
+        content = MediaContent(*(tuple(one.digests for one in kind) for kind in (audios.heard, images, videos)))
+        say = None if chat.say is None else tuple(self.encoder.encode_answer(chat.say))
+        return Prepared(ModelInputs(tuple(token_ids), media, content, audios.chunk_width, say), features, user)
 
-    def _place(self, token_ids: list[int], media: Media, features: dict[str, torch.Tensor]) -> Prepared:
-        """Placeholders repeated to their media's lengths."""
+    def _place(self, token_ids: list[int], media: Media, *, growing: bool) -> tuple[list[int], list[int]]:
+        """Placeholders repeated to their media's lengths, and which of the ids the Talker reads. With `growing` the last audio is
+        the prompt's end; its length may be missing, which is none."""
         ids = self.config.thinker.media
         lengths = {
             ids.audio: [audio_tokens(frames) for frames in media.audio_lengths],
             ids.image: [self._tokens(grid) for grid in media.image_grids],
             ids.video: [self._tokens(grid) for grid in media.video_grids],
         }
+        if growing and ids.audio in token_ids:
+            last = len(token_ids) - token_ids[::-1].index(ids.audio)
+            token_ids = token_ids[:last]
+            lengths[ids.audio] += [0] * (token_ids.count(ids.audio) - len(lengths[ids.audio]))
         if any(token_ids.count(token) != len(counts) for token, counts in lengths.items()):
             raise ModelRefused("the model's chat template has no place for media in one of these messages", param="messages")
         token_ids = expand(token_ids, lengths)
@@ -214,7 +251,7 @@ class Processor:
         user = user_turns(token_ids, self.config.ids)
         if sum(token_ids[position] in ids.placeholders for position in user) != sum(map(sum, lengths.values())):
             raise ModelRefused("audio, images and videos are taken in user messages only", param="messages")
-        return Prepared(token_ids, media, features, user)
+        return token_ids, user
 
     def _tokens(self, grid: Grid) -> int:
         return grid_tokens(grid, self.config.thinker.media.spatial_merge_size)
@@ -224,64 +261,28 @@ class Processor:
         if tokens >= limit:
             raise ModelRefused(f"the prompt has {tokens} tokens; the model takes at most {limit - 1}", param="messages")
 
-    def _images(self, encoded: list[np.ndarray]) -> Generator[None, None, tuple[list[torch.Tensor], list[Grid]]]:
-        patches, grids = [], []
+    def _images(self, encoded: list[np.ndarray]) -> Generator[None, None, list[Seen]]:
+        seen: list[Seen] = []
         for data in encoded:
-            made, grid = self.vision.image(decode_image(data.tobytes()))
-            patches.append(made)
-            grids.append(grid)
-            self._check_length(sum(map(self._tokens, grids)))
+            seen.append(self.media.image(data.tobytes()))
+            self._check_length(sum(self._tokens(one.grid) for one in seen))
             yield
-        return patches, grids
+        return seen
 
-    def _videos(self, encoded: list[np.ndarray]) -> Generator[None, None, tuple[list[torch.Tensor], list[Grid]]]:
+    def _videos(self, encoded: list[np.ndarray]) -> Generator[None, None, list[Seen]]:
         """A video that is too long for the model is refused before a frame of it is decoded."""
-        patches, grids = [], []
+        seen: list[Seen] = []
+        tokens = 0
         for array in encoded:
             data = array.tobytes()
-            info = probe_video(data)
-            indices, grid = self.vision.plan_video(info)
-            grids.append(grid)
-            self._check_length(sum(map(self._tokens, grids)))
-            frames = []
-            for pixels in read_frames(data, info, indices):
-                frames.append(self.vision.frame(pixels, grid))
-                yield
-            patches.append(self.vision.video(frames, grid))
-        return patches, grids
-
-    def _audio(self, samples: list[np.ndarray]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
-        """Mel frames of each audio and all of them in a row. Extracted in one call: an audio's last frames depend on its padding."""
-        if not samples:
-            return (), {}
-        if any(len(audio) < MIN_AUDIO_SAMPLES for audio in samples):
-            raise UndecodableMedia("an audio is shorter than 25 ms", param="messages")
-        # A float WAV may hold anything; NaN fails the comparison too.
-        if not all(np.abs(audio).max() <= MAX_AMPLITUDE for audio in samples):
-            raise UndecodableMedia("an audio holds samples that are no numbers, or far beyond full scale", param="messages")
-        mel = self.mel(
-            samples,
-            sampling_rate=AUDIO_RATE,
-            padding="longest",
-            truncation=False,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
-        frames = [int(count) for count in mel["attention_mask"].sum(-1)]
-        features = torch.cat([row[:, :count] for row, count in zip(mel["input_features"], frames, strict=True)], dim=1)
-        return tuple(frames), {"input_features": features}
+            tokens += self._tokens(self.media.plan_video(data))
+            self._check_length(tokens)
+            seen.append((yield from self.media.video(data)))
+        return seen
 
 
-def _mel(section: Section) -> WhisperFeatureExtractor:
-    if section.get(int, "sampling_rate") != AUDIO_RATE:
-        raise CheckpointError(f"{section.file}: sampling_rate must be {AUDIO_RATE}")
-    return WhisperFeatureExtractor(  # type: ignore[no-untyped-call]
-        feature_size=section.get(int, "feature_size"),
-        sampling_rate=AUDIO_RATE,
-        hop_length=section.get(int, "hop_length"),
-        chunk_length=section.get(int, "chunk_length"),
-        n_fft=section.get(int, "n_fft"),
-        padding_value=section.get(float, "padding_value"),
-        dither=section.get_or(0.0, "dither"),
-        return_attention_mask=True,
-    )
+def _ends_in_users_audio(chat: ChatInput) -> bool:
+    if not chat.messages or chat.messages[-1].role != "user" or not chat.messages[-1].parts:
+        return False
+    last = chat.messages[-1].parts[-1]
+    return isinstance(last, MediaPart) and last.kind == "audio"

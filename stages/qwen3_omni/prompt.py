@@ -43,6 +43,7 @@ class PromptEncoder:
                 "the checkpoint's chat template does not open the answer with '<|im_start|>assistant\\n', or the tokenizer's ids "
                 "are not those of config.json; take tokenizer and config from the same checkpoint"
             )
+        self.opening = tuple(probe[-3:])  # of an answer
 
     def encode(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> list[int]:
         """Token ids of the conversation and the opening of the answer, with one placeholder for each piece of media.

@@ -10,7 +10,7 @@ import msgspec
 from omni_bus.payloads import AudioDelta, ChatInput, TextDelta
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
-from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions, ThinkerOptions
+from omni_bus.stages.qwen3_omni.options import Code2WavOptions, DecoderOptions, ProcessorOptions, ThinkerOptions
 from omni_bus.stages.qwen3_omni.payloads import CodecFrames, ModelInputs, TalkerPrompt, ThinkerTokens
 
 if TYPE_CHECKING:
@@ -91,7 +91,13 @@ def needs(deployment: Deployment) -> dict[str, StageNeed]:
 PIPELINE = PipelineSpec(
     name="qwen3_omni",
     stages=(
-        StageSpec(name="processor", factory=_processor, cpu_only=True, unused=frozenset({"dtype", "max_batch"})),
+        StageSpec(
+            name="processor",
+            factory=_processor,
+            cpu_only=True,
+            unused=frozenset({"dtype", "max_batch"}),
+            options=ProcessorOptions,
+        ),
         StageSpec(name="thinker", factory=_thinker, sampling=THINKER_SAMPLING, options=ThinkerOptions),
         StageSpec(name="talker", factory=_talker, modalities=SPEECH, sampling=TALKER_SAMPLING, options=DecoderOptions),
         StageSpec(name="code2wav", factory=_code2wav, modalities=SPEECH, options=Code2WavOptions),

@@ -17,10 +17,13 @@ from omni_bus.stages.ar.text import Release, TextStream
 from omni_bus.stages.ar.transfer import ids_to_device
 from omni_bus.stages.contract import Chunk, StageContext
 from omni_bus.stages.qwen3_omni.config import OmniConfig, read_config
+from omni_bus.stages.qwen3_omni.media_rows import MediaRows
+from omni_bus.stages.qwen3_omni.options import ThinkerOptions
 from omni_bus.stages.qwen3_omni.payloads import ModelInputs, ThinkerTokens
 from omni_bus.stages.qwen3_omni.prompt import load_tokenizer
 from omni_bus.stages.qwen3_omni.rope_index import rope_index
 from omni_bus.stages.qwen3_omni.thinker_encoders import ThinkerEncoders
+from omni_bus.stages.qwen3_omni.thinker_media import ThinkerMedia
 from omni_bus.stages.qwen3_omni.weights import load_stack, load_tensor, open_checkpoint
 
 TALKER = "thinker->talker"
@@ -38,6 +41,15 @@ class ThinkerState:
     captured: list[torch.Tensor] = dataclasses.field(default_factory=list)  # those rows, as far as they are computed
     started: bool = False  # whether the Talker has had its first chunk
     unsent_ids: list[int] = dataclasses.field(default_factory=list)  # released, and waiting for text to go with to the client
+    media: list[MediaRows] = dataclasses.field(default_factory=list)  # in the prompt's order
+    encoded_parts: int | None = None  # of media, that were not kept from before; None = there are none
+    say: tuple[int, ...] | None = None  # the answer, where the client gave it
+
+    def drop_media(self) -> None:
+        """The prompt is computed: its features are needed no more."""
+        if self.media:
+            self.encoded_parts = sum(rows.encoded for rows in self.media)
+            self.media.clear()
 
 
 class ThinkerProgram:
@@ -53,7 +65,8 @@ class ThinkerProgram:
         self.config: OmniConfig = read_config(ctx.model_path)
         self.device, self.dtype = torch.device(ctx.device), getattr(torch, ctx.config.dtype)
         self.tokenizer = load_tokenizer(checkpoint.directory)
-        self.encoders = ThinkerEncoders(self.config.thinker, checkpoint, dtype=self.dtype, device=self.device)
+        encoders = ThinkerEncoders(self.config.thinker, checkpoint, dtype=self.dtype, device=self.device)
+        self.media = ThinkerMedia(self.config.thinker, encoders, kept_bytes=ctx.options(ThinkerOptions).media_cache_mb << 20)
         self.decoder, tables = load_stack(
             checkpoint,
             "thinker.model.",
@@ -76,44 +89,37 @@ class ThinkerProgram:
         if row.prompt_closed or not isinstance(chunk.payload, ModelInputs):
             raise InvalidRequest("the thinker takes one prompt a request")
         prompt, state = chunk.payload, self._state(row)
-        state.prompt_tokens = len(prompt.token_ids)
+        row.consume(chunk.edge)
+        state.prompt_tokens = end = len(prompt.token_ids)
         media = self.config.thinker.media
         if TALKER in row.request.outputs:
             state.placeholders = [at for at, token in enumerate(prompt.token_ids) if token in media.placeholders]
-        positions = rope_index(prompt.token_ids, prompt.media, media)
-        if chunk.tensors:
-            embeds, deepstack = self._embed_media(prompt, chunk)
-            row.append(Inputs(positions=positions, embeds=embeds, deepstack=deepstack))
-        else:
-            row.append(Inputs(positions=positions, token_ids=prompt.token_ids))
+        if prompt.say is not None and not row.request.options.prepare:
+            # The answer is there. Of the prompt only what the Talker needs is computed: up to the last placeholder.
+            state.say, row.prompt_only = prompt.say, True
+            end = state.placeholders[-1] + 1 if state.placeholders else 0
+            if not end:
+                self._say(row, prompt.say)
+                return
+        state.media = self.media.rows(prompt, chunk.tensors)
+        self._append(row, prompt, state.media, end)
         row.penalty_ids += prompt.token_ids
         row.close_prompt()
-        row.consume(chunk.edge)
 
-    def _embed_media(self, prompt: ModelInputs, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[n, hidden] with the encoders' outputs in the placeholders' places, and [taps, n, hidden] for pictures and videos."""
-        embeds = self.embed(ids_to_device(prompt.token_ids, self.device))
-        media, sizes = self.config.thinker.media, prompt.media
-        if sizes.audio_lengths:
-            places = self._places(prompt, media.audio)
-            embeds[places] = self.encoders.audio(chunk.tensors["input_features"], sizes.audio_lengths)
-        deepstack: torch.Tensor | None = None
-        for token, grids, name in (
-            (media.image, sizes.image_grids, "pixel_values"),
-            (media.video, sizes.video_grids, "pixel_values_videos"),
-        ):
-            if grids:
-                visual, taps = self.encoders.vision(chunk.tensors[name], grids)
-                places = self._places(prompt, token)
-                embeds[places] = visual
-                if deepstack is None:
-                    deepstack = embeds.new_zeros(len(taps), *embeds.shape)
-                deepstack[:, places] = taps
-        return embeds, deepstack
-
-    def _places(self, prompt: ModelInputs, token: int) -> torch.Tensor:
-        """int64: where in the prompt that token stands."""
-        return ids_to_device([at for at, one in enumerate(prompt.token_ids) if one == token], self.device)
+    def _append(self, row: Row, prompt: ModelInputs, rows_of: Sequence[MediaRows], end: int) -> None:
+        """The prompt's first `end` positions: stretches of text, and between them media whose rows are made when they are due."""
+        media = self.config.thinker.media
+        positions = rope_index(prompt.token_ids, prompt.media, media)
+        pieces, at = iter(rows_of), 0
+        while at < end:
+            if prompt.token_ids[at] in media.placeholders:
+                rows = next(pieces)
+                stop = at + rows.count
+                row.append(Inputs(positions=positions[:, at:stop], lazy=rows, content=rows.contents()))
+            else:
+                stop = next((to for to in range(at, end) if prompt.token_ids[to] in media.placeholders), end)
+                row.append(Inputs(positions=positions[:, at:stop], token_ids=prompt.token_ids[at:stop]))
+            at = stop
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, self.embed_tokens)
@@ -137,7 +143,9 @@ class ThinkerProgram:
                 self._sampled(row, token)
 
     def _sampled(self, row: Row, token: int) -> None:
-        stream = self._state(row).stream
+        state = self._state(row)
+        state.drop_media()
+        stream = state.stream
         ended = row.finish_reason is not None
         # An end token is no text: it closes the stream. One at which the length was reached is.
         release = Release() if row.finish_reason == "stop" else stream.push(token)
@@ -152,15 +160,29 @@ class ThinkerProgram:
             self._send(row, release, spoken=release.token_ids)
             row.append_text(token_ids=[token])
             return
-        self._finish(row)
+        self._finish(row, len(row.output_ids))
 
     def prepared(self, row: Row) -> None:
-        """As an answer that ends at once: the Talker hears of an end and says nothing."""
+        """As an answer that is there already, or one that ends at once: the Talker hears of an end and says nothing."""
+        say = self._state(row).say
+        if say is not None:
+            self._say(row, say)
+            return
         self._send(row, Release(), spoken=(self.config.ids.im_end,), finish_reason="stop")
-        self._finish(row)
+        self._finish(row, 0)
 
-    def _finish(self, row: Row) -> None:
-        row.finish({"prompt_tokens": self._state(row).prompt_tokens, "completion_tokens": len(row.output_ids)})
+    def _say(self, row: Row, say: Sequence[int]) -> None:
+        """These tokens and the end, as if the model had made them."""
+        stream = TextStream(self.tokenizer)  # word for word: a stop string ends no text that was given
+        text = "".join([stream.push(token).text for token in say]) + stream.flush().text
+        self._send(row, Release(tuple(say), text), spoken=(*say, self.config.ids.im_end), finish_reason="stop")
+        self._finish(row, len(say) + 1)
+
+    def _finish(self, row: Row, completion_tokens: int) -> None:
+        state = self._state(row)
+        state.drop_media()
+        usage = {"prompt_tokens": state.prompt_tokens, "completion_tokens": completion_tokens}
+        row.finish(usage if state.encoded_parts is None else {**usage, "encoded_parts": state.encoded_parts})
 
     def _send(self, row: Row, release: Release, *, spoken: tuple[int, ...], finish_reason: FinishReason | None = None) -> None:
         """To the Talker all that is decided, at once; to the client what makes text."""

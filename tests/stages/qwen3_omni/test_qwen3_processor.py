@@ -186,16 +186,16 @@ def test_picked_video_frames_come_back_bit_for_bit() -> None:
     ],
 )
 def test_frames_are_sampled_as_transformers_does(info: VideoInfo, expected: list[int], processor: Processor) -> None:
-    assert processor.vision.sample_frames(info) == expected
+    assert processor.media.vision.sample_frames(info) == expected
 
 
 def test_a_long_video_is_thinned_to_the_most_frames(processor: Processor) -> None:
-    indices = processor.vision.sample_frames(VideoInfo(90_000, 30.0, 64, 64))
+    indices = processor.media.vision.sample_frames(VideoInfo(90_000, 30.0, 64, 64))
     assert len(indices) == 768 and indices[0] == 0 and indices[-1] == int(767 * 90_000 / 768)
 
 
 def video_patches(processor: Processor, frames: list[np.ndarray]) -> tuple[torch.Tensor, tuple[int, int, int]]:
-    vision = processor.vision
+    vision = processor.media.vision
     height, width = frames[0].shape[:2]
     _, (_, rows, columns) = vision.plan_video(VideoInfo(len(frames), 2.0, height, width))
     grid = (-(-len(frames) // 2), rows, columns)
@@ -210,7 +210,7 @@ def test_video_patches_are_the_image_processors_patches_two_frames_at_a_time(pro
     for step in range(3):
         got = patches.view(3, 24 * 24, 3, 2, 16, 16)[step]
         for half, index in enumerate((2 * step, min(2 * step + 1, 4))):
-            expected, image_grid = processor.vision.image(frames[index])
+            expected, image_grid = processor.media.vision.image(frames[index])
             assert image_grid == (1, 24, 24)
             assert torch.allclose(got[:, :, half], expected.view(24 * 24, 3, 2, 16, 16)[:, :, half], atol=1e-6)
 
@@ -221,7 +221,7 @@ def test_small_frames_are_enlarged_smoothly(processor: Processor) -> None:
     patches, grid = video_patches(processor, [pixels, pixels])
     height, width = grid[1] * 16, grid[2] * 16
     large = np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
-    expected, _ = processor.vision.image(large)
+    expected, _ = processor.media.vision.image(large)
     assert grid[1] * grid[2] * 256 >= 128 * 32 * 32
     assert (patches - expected).abs().max() <= 2.01 / 127.5
 
