@@ -12,6 +12,7 @@ from omni_bus.deployment import StageConfig
 from omni_bus.events import RequestOptions
 from omni_bus.sampling import SamplingParams
 from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
+from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.mlp import MoEConfig
 from omni_bus.stages.ar.program import Inputs, Row, StepTensors, isolated
 from omni_bus.stages.ar.stage import ARStage
@@ -150,6 +151,14 @@ class PictureProgram:
         self.sampled(rows, output[:, 0].tolist(), torch.empty(0))
 
 
+def spoil(cache: KVCache) -> None:
+    """Whatever is read before it is written is seen."""
+    cache._keys[:, cache.block_size :] = torch.nan
+    cache._values[:, cache.block_size :] = torch.nan
+    if cache.captured is not None:
+        cache.captured[:] = torch.nan
+
+
 class Bench:
     def __init__(self, *, graphs: str = "off", **options: object) -> None:
         self.program = PictureProgram()
@@ -161,6 +170,8 @@ class Bench:
                 stage="s", pipeline=None, model_path="", device="cpu", config=config, edges={}, progress=lambda *_: None
             )  # type: ignore[arg-type]
         )
+        assert self.stage._engine is not None
+        spoil(self.stage._engine.attention.cache)
         self.cached: dict[int, int | None] = {}
         self.tokens: dict[int, list[int]] = {}
 
