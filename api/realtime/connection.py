@@ -30,7 +30,7 @@ from omni_bus.errors import InvalidRequest, OmniBusError, TooLarge
 log = logging.getLogger("omni_bus.api")
 
 CLOSE_S = 2.0  # for the client to take what closes the connection
-POLICY, INTERNAL, RESTART = 1008, 1011, 1012  # close codes
+POLICY, INTERNAL = 1008, 1011  # close codes
 Decoded = TypeVar("Decoded")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ipaddress
+from typing import Protocol
 
 from aiohttp import WSCloseCode, WSMsgType, web
 from yarl import URL
@@ -11,19 +13,22 @@ from yarl import URL
 from omni_bus.api.auth import API_KEYS
 from omni_bus.api.http_errors import OriginRefused
 from omni_bus.api.keys import BUS, CLIENT, CONFIG, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
-from omni_bus.api.realtime.connection import RESTART, RealtimeConnection
-from omni_bus.api.realtime.server_events import render
-from omni_bus.api.voice.events import ErrorRaised
 from omni_bus.api.voice.limits import SessionCount
-from omni_bus.api.voice.services import VoiceServices
 from omni_bus.errors import InvalidRequest, TooLarge
 
 PING_S = 30.0  # a client that does not answer within half of it is gone
 CLOSE_S = 2.0  # for a client to answer a close
+RESTART = 1012
 PROTOCOL = "realtime"
+_CONNECTION = "omni_bus.api.realtime.connection"  # with numpy and PyAV behind it: loaded when somebody connects
+
+
+class Connection(Protocol):
+    async def leave(self, code: int, reason: str) -> None: ...
+
 
 SESSIONS = web.AppKey("sessions", SessionCount)
-CONNECTIONS: web.AppKey[set[RealtimeConnection]] = web.AppKey("connections")
+CONNECTIONS: web.AppKey[set[Connection]] = web.AppKey("connections")
 
 
 class _Socket(web.WebSocketResponse):
@@ -42,6 +47,9 @@ class _Socket(web.WebSocketResponse):
 
     async def close(self, *, code: int = WSCloseCode.OK, message: bytes = b"", drain: bool = True) -> bool:
         if code == WSCloseCode.MESSAGE_TOO_BIG and not self.closed:
+            from omni_bus.api.realtime.server_events import render
+            from omni_bus.api.voice.events import ErrorRaised
+
             await self.send_frame(render(ErrorRaised(self._limit)), WSMsgType.TEXT)
             message = self._limit.message.encode()
         return await super().close(code=code, message=message, drain=drain)
@@ -54,6 +62,10 @@ async def realtime(request: web.Request) -> web.StreamResponse:
     socket = _Socket(config.session_event_mb)
     if not socket.can_prepare(request):
         raise InvalidRequest("this address speaks WebSocket: connect with a Realtime client")
+    await asyncio.get_running_loop().run_in_executor(request.app[THREADS], importlib.import_module, _CONNECTION)
+    from omni_bus.api.realtime.connection import RealtimeConnection
+    from omni_bus.api.voice.services import VoiceServices
+
     metrics = request.app[METRICS]
     with request.app[SESSIONS].one(request.get(CLIENT, request.remote or "")), metrics.voice_session():
         await socket.prepare(request)
