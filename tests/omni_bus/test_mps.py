@@ -32,8 +32,8 @@ CONTROL = """#!/bin/sh
 quit="$CUDA_MPS_PIPE_DIRECTORY/quit"
 case "$1" in
 -f) {before}
-    mkfifo "$quit"; : > "$CUDA_MPS_PIPE_DIRECTORY/control"
     echo "start $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" >> {said}
+    mkfifo "$quit"; : > "$CUDA_MPS_PIPE_DIRECTORY/control"
     read word < "$quit" ;;
 *)  read word; echo "$word" >> {said}; echo "$word" > "$quit" ;;
 esac
@@ -56,6 +56,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
         for name in (mps.PIPES, mps.LOGS):
             monkeypatch.delenv(name, raising=False)
         assert shutil.which(mps.PROGRAM) is None
+        monkeypatch.setattr(mps, "STOP_S", 30.0)  # a busy machine may take its time; the tests of those that never end say less
         yield found
 
 
@@ -232,11 +233,12 @@ async def served(said: Deployment, seen: pathlib.Path, processes: int) -> tuple[
     """Exit code of a server that is told to stop once so many children run, and what each saw of MPS: role → its two variables."""
     one = supervisor.Supervisor(said)
     running = asyncio.ensure_future(one.run())
-    while not running.done() and len(lines(seen)) < processes:
-        await asyncio.wait({running}, timeout=0.05)
-    one._on_signal(signal.SIGTERM)
-    one._on_signal(signal.SIGTERM)  # in a hurry: a stand-in does not hear that serving is over
-    code = await running
+    async with asyncio.timeout(60):
+        while not running.done() and len(lines(seen)) < processes:
+            await asyncio.wait({running}, timeout=0.05)
+        one._on_signal(signal.SIGTERM)
+        one._on_signal(signal.SIGTERM)  # in a hurry: a stand-in does not hear that serving is over
+        code = await running
     rows = [line.split(" ") for line in lines(seen)]
     return code, {f"{module.removeprefix('omni_bus.')} {name}".strip(): (pipes, logs) for module, name, pipes, logs in rows}
 
