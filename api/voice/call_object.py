@@ -124,7 +124,7 @@ class CallObject:
         elif character in "}]":
             self._depth -= 1
         pieces = self._stream(character)
-        if not (scalar or self._in_string or self._depth):
+        if self._token[0] in '"{[' and not self._in_string and not self._depth:
             pieces += self._end_token()
         self._given = len(self._arguments or "") if self.started else 0
         return pieces

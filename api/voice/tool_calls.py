@@ -81,7 +81,7 @@ class ToolCallReader:
         if OPEN.startswith(self._tag + character):
             self._tag += character
             if self._tag == OPEN:
-                self._open(self._space + OPEN)
+                self._open(self._held_space() + OPEN)
             return []
         if self._tag:
             no_tag, self._tag = self._tag, ""
@@ -92,14 +92,16 @@ class ToolCallReader:
         return self._say(character)
 
     def _say(self, text: str) -> list[Piece]:
-        """Text, and the white space held before it: but none between calls and the first word."""
-        if self._has_text or not self._after_call:
-            text = self._space + text
+        text = self._held_space() + text
         self._space = ""
         if not text:
             return []
         self._has_text, self._after_call = True, False
         return [TextPiece(text)]
+
+    def _held_space(self) -> str:
+        """White space before the next text: none between calls and the first word."""
+        return self._space if self._has_text or not self._after_call else ""
 
     def _open(self, raw: str) -> None:
         self._at, self._raw, self._space, self._tag = _At.TAG, raw, "", ""
