@@ -30,7 +30,13 @@ _RETRY_AFTER_S = {"no_ready_replica": 5, "shutting_down": 10, "overloaded": 1, "
 def error_body(error: OmniBusError) -> dict[str, dict[str, str | None]]:
     """`{"error": {"message", "type", "param", "code"}}`."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    param = None if error.param is None else _encodable(error.param)
+    return {"error": {"message": _encodable(error.message), "type": kind, "param": param, "code": error.code}}
+
+
+def _encodable(text: str) -> str:
+    """What a client sent may be quoted, and a header's bytes need be no UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def error_response(error: OmniBusError) -> web.Response:

@@ -13,29 +13,37 @@ from aiohttp import web
 from omni_bus.api.app import create_app, create_runner
 from omni_bus.api.metrics import Metrics
 from omni_bus.deployment import ApiConfig, BusConfig, Deployment, ModelConfig
-from omni_bus.payloads import ChatInput
+from omni_bus.payloads import ChatInput, InputTranscript
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
 from tests.support.scripted_bus import MODEL, ScriptedBus
 
 
-def pipeline(input_kinds: frozenset[str]) -> PipelineSpec:
+def pipeline(
+    input_kinds: frozenset[str], output_modalities: frozenset[str] = frozenset({"text", "audio"}), ear: bool = False
+) -> PipelineSpec:
+    """`ear`: with a speech recogniser in front."""
+
     def factory() -> object:
         raise AssertionError("no stage is ever made here")
 
     speech = frozenset({"audio"})
+    answer = frozenset({"text", "audio"}) if ear else frozenset[str]()
+    entry = EdgeSpec(source="client", target="ear" if ear else "thinker", payload=ChatInput)
     return PipelineSpec(
         name="scripted",
         stages=(
-            StageSpec(name="thinker", factory=factory, sampling=SamplingParams()),  # type: ignore[arg-type]
+            *((StageSpec(name="ear", factory=factory),) if ear else ()),  # type: ignore[arg-type]
+            StageSpec(name="thinker", factory=factory, sampling=SamplingParams(), modalities=answer),  # type: ignore[arg-type]
             StageSpec(name="talker", factory=factory, sampling=SamplingParams(), modalities=speech),  # type: ignore[arg-type]
             StageSpec(name="vocoder", factory=factory, modalities=speech),  # type: ignore[arg-type]
         ),
-        edges=(EdgeSpec(source="client", target="thinker", payload=ChatInput),),
+        edges=(entry, EdgeSpec(source="ear", target="client", payload=InputTranscript)) if ear else (entry,),
         text_stage="thinker",
         input_kinds=input_kinds,
-        output_modalities=frozenset({"text", "audio"}),
+        output_modalities=output_modalities,
         voices=lambda path: ("Ethan", "chelsie"),
+        transcript_edge="ear->client" if ear else None,
         check_model=lambda path, stages: None,
     )
 
@@ -70,7 +78,12 @@ async def start() -> AsyncIterator[StartServer]:
     """Starts servers with the given keys of [api]; they stop with the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start_one(input_kinds: Sequence[str] = ("text", "audio", "image", "video"), **api: object) -> Server:
+        async def start_one(
+            input_kinds: Sequence[str] = ("text", "audio", "image", "video"),
+            output_modalities: Sequence[str] = ("text", "audio"),
+            ear: bool = False,
+            **api: object,
+        ) -> Server:
             bus = ScriptedBus()
 
             async def connect() -> ScriptedBus:
@@ -83,7 +96,8 @@ async def start() -> AsyncIterator[StartServer]:
                 stages={},
                 edges={},
             )
-            app = create_app(deployment, pipeline(frozenset(input_kinds)), connect, Metrics())
+            spec = pipeline(frozenset(input_kinds), frozenset(output_modalities), ear)
+            app = create_app(deployment, spec, connect, Metrics())
             runner = create_runner(app)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -186,3 +186,13 @@ async def test_what_is_not_http_is_refused_and_not_logged(server: Any, caplog: p
     writer.close()
     assert "sk-first" not in caplog.text and "Traceback" not in caplog.text
     assert (await server.chat())[0] == 200
+
+
+def test_an_error_that_quotes_broken_text_can_still_be_sent() -> None:
+    import msgspec
+
+    from omni_bus.api.errors_render import error_body
+    from omni_bus.errors import InvalidRequest
+
+    said = msgspec.json.decode(msgspec.json.encode(error_body(InvalidRequest("bad \udcff", param="na\udcffme"))))
+    assert (said["error"]["message"], said["error"]["param"]) == ("bad ?", "na?me")
