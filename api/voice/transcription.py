@@ -68,6 +68,8 @@ class Transcriber:
 
     def forget(self, item: Item) -> None:
         """The item is no longer part of the conversation."""
+        if self._task is not None and self._waiting and self._waiting[0][0] is item:
+            self._task.cancel()
         self._waiting = collections.deque(waiting for waiting in self._waiting if waiting[0] is not item)
 
     def answer_begins(self) -> None:
