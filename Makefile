@@ -7,7 +7,7 @@ CLIENTS := $(VENV)-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ONCE ?=
 
-.PHONY: demo test lint format setup setup-test setup-clients clean help
+.PHONY: demo test lint format setup setup-test setup-clients setup-browser clean help
 
 help:
 	@echo "make demo         asks a spoken question of real models on this CPU, then goes on serving (ONCE=1: ends after its turn)"
@@ -18,7 +18,7 @@ help:
 demo: setup
 	$(BIN)/python -m bench.demo $(if $(ONCE),--once)
 
-test: lint setup-clients
+test: lint setup-clients setup-browser
 	$(BIN)/python -m pytest
 
 lint: setup-test
@@ -54,6 +54,15 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet install -r tests/clients/requirements.txt
 	@touch $@
+
+# The page's tests drive a Chromium that is already there, or Debian's, or the one that CHROMIUM names. Where none can be had they fail and say so.
+setup-browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ -n "$$CHROMIUM" ]; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium, once"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; \
+	fi || true
 
 clean:
 	rm -rf $(VENV) $(CLIENTS)

@@ -33,7 +33,10 @@ const player = new Player(({ played, audible, queued }) => {
   show();
 });
 const microphone = new Microphone(
-  (samples) => dialogue.heard(samples),
+  (samples) => {
+    dialogue.heard(samples);
+    page.dataset.samplesHeard = dialogue.sent;
+  },
   (level) => at("level").style.setProperty("--level", level.toFixed(3)),
 );
 const dialogue = new Dialogue({
@@ -80,14 +83,20 @@ function show() {
     ? free ? "Listening: press to pause" : "Let go to send"
     : free ? "Start listening" : "Hold to talk";
   at("speak").dataset.on = talking;
-  at("how").textContent = free
-    ? "Press the button once, then just talk. Speak up at any time to interrupt."
-    : "Hold the button, or the space bar, and speak. Let go, and the model answers aloud.";
+  at("how").textContent = instruction(free);
   settings.voiced = dialogue.voiced;
 }
 
+function instruction(free) {
+  if (at("speak").disabled) return "This model does not hear. Write below, and it answers.";
+  return free
+    ? "Press the button once, then just talk. Speak up at any time to interrupt."
+    : "Hold the button, or the space bar, and speak. Let go, and the model answers aloud.";
+}
+
+/** Servers begin small and end without a stop. */
 function alertUser(words) {
-  at("alert").querySelector("p").textContent = words;
+  at("alert").querySelector("p").textContent = words[0].toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
   at("alert").hidden = false;
 }
 
@@ -199,8 +208,8 @@ async function load() {
   const sees = model.input_modalities.includes("image");
   at("picture").disabled = !sees;
   at("attach").hidden = !sees;
-  const hears = model.input_modalities.includes("audio");
-  at("speak").disabled = !hears;
+  at("speak").disabled = !model.input_modalities.includes("audio");
+  show();
   pipeline.poll();
 }
 

@@ -49,8 +49,17 @@ export async function explain(address, key) {
     if (answer.status === 401) return key ? "The server does not know this API key." : "This server asks for an API key.";
     const error = (await answer.json()).error;
     const onlyForSockets = answer.status === 400 || answer.status === 426;
-    return onlyForSockets ? "The server did not accept the connection." : error.message;
+    return onlyForSockets ? unexplained() : error.message;
   } catch {
     return "The server does not answer. Is it running?";
   }
+}
+
+/** HTTP sees no fault: what is left is what only a socket meets. */
+function unexplained() {
+  const { hostname, origin } = window.location;
+  const plain = hostname === "localhost" || /^[\d.]+$|^\[/.test(hostname);
+  return plain
+    ? "The server did not accept the connection: it may have as many conversations as it takes. Try again in a moment."
+    : `The server did not accept the connection: it may be full, or not take pages of this address. If so, list ${origin} in api.cors_origins.`;
 }

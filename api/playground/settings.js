@@ -21,6 +21,8 @@ export class Settings {
     const speaks = model.output_modalities.includes("audio");
     if (!speaks) this.fields.output.value = "text";
     this.fields.output.disabled = !speaks;
+    const temperatures = this.form.querySelector("#temperatures");
+    temperatures.replaceChildren(...model.generating_stages.map(temperatureField));
     this.show();
   }
 
@@ -60,6 +62,8 @@ export class Settings {
       output_modalities: [fields.output.value],
       instructions: fields.instructions.value,
       max_output_tokens: fields.tokens.value ? Number(fields.tokens.value) : "inf",
+      sampling: this.#sampling(),
+      seed: fields.seed.value ? Number(fields.seed.value) : null,
       audio: {
         input: {
           format: FORMAT,
@@ -74,6 +78,12 @@ export class Settings {
     return session;
   }
 
+  /** This server's own field, as in /v1/chat/completions: by stage. */
+  #sampling() {
+    const said = [...this.form.querySelectorAll("#temperatures input")].filter(({ value }) => value !== "");
+    return Object.fromEntries(said.map(({ dataset, value }) => [dataset.stage, { temperature: Number(value) }]));
+  }
+
   #detection() {
     const { fields } = this;
     const detection = { type: fields.detection.value, create_response: true, interrupt_response: fields.interrupt.checked };
@@ -85,4 +95,13 @@ export class Settings {
       prefix_padding_ms: Number(fields.padding.value),
     };
   }
+}
+
+function temperatureField(stage) {
+  const label = document.createElement("label");
+  const input = document.createElement("input");
+  Object.assign(input, { type: "number", name: `temperature-${stage}`, min: 0, max: 2, step: 0.1, placeholder: "the server's", inputMode: "decimal" });
+  input.dataset.stage = stage;
+  label.append(`Temperature, ${stage}`, input);
+  return label;
 }

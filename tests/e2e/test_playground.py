@@ -1,0 +1,369 @@
+"""The page at /, in a real browser on real servers: a spoken turn, interruptions, keys, and what keyboard and screen readers need."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pathlib
+import wave
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+
+from tests.support.browser import Visit, browser, visit
+from tests.support.cascade import skip_without_packages
+from tests.support.running_server import Server
+
+STORY = "Please tell me a long story about a cat who travels around the world."
+WIDTHS = {"desktop": (1280, 800), "phone": (390, 844), "narrow": (320, 640)}
+AUDIBLE = 6_000  # samples: a quarter of a second of sound
+
+
+@pytest.fixture(scope="module")
+def quickstart(shared_server: Callable[..., Server]) -> Server:
+    skip_without_packages()
+    return shared_server("quickstart.toml", sets=["stages.asr.threads=1"], ready_s=240)
+
+
+@pytest.fixture(scope="module")
+def probe(shared_server: Callable[..., Server]) -> Server:
+    return shared_server("probe.toml")
+
+
+@pytest.fixture(scope="module")
+def playwright() -> Iterator[Playwright]:
+    """One for all browsers of this file, and no longer: no asyncio loop can run beside it."""
+    with sync_playwright() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def chrome(playwright: Playwright) -> Iterator[Browser]:
+    with browser(playwright) as opened:
+        yield opened
+
+
+def microphone(path: pathlib.Path, before_s: float, after_s: float) -> float:
+    """A WAV file with silence around the question; returns the seconds up to the question's end."""
+    from bench.spoken import QUESTION, spoken, wav
+
+    with wave.open(io.BytesIO(spoken(QUESTION))) as file:
+        rate, pcm = file.getframerate(), file.readframes(file.getnframes())
+
+    def silence(seconds: float) -> bytes:
+        return bytes(2 * int(seconds * rate))
+
+    path.write_bytes(wav(silence(before_s) + pcm + silence(after_s), rate))
+    return before_s + len(pcm) / 2 / rate
+
+
+def write(seen: Visit, text: str) -> None:
+    seen.page.fill("#text", text)
+    seen.page.press("#text", "Enter")
+
+
+# ---- talking
+
+
+def test_a_held_button_makes_a_spoken_turn(quickstart: Server, playwright: Playwright, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "question.wav"
+    end_s = microphone(file, 3.0, 30.0)  # the file begins to play when the microphone opens, a moment before its gate does
+    width, height = WIDTHS["desktop"]
+    with (
+        browser(playwright, file) as chrome,
+        visit(chrome, quickstart.url, viewport={"width": width, "height": height}) as seen,
+    ):
+        seen.page.hover("#speak")
+        seen.page.mouse.down()
+        seen.until_counter("samplesHeard", int((end_s + 0.3) * 24_000))
+        assert seen.page.inner_text("#state") == "Listening"
+        seen.page.mouse.up()
+        seen.until_turn("user", "capital of France")
+        seen.until_turn("assistant", "Paris")
+        seen.until_counter("samplesAudible", AUDIBLE)
+        seen.until_state("ready")
+        assert float(seen.page.inner_text("#ttfp").split()[0]) > 0 and float(seen.page.inner_text("#rtf")) > 0
+        seen.page.screenshot(path=tmp_path / "desktop.png")
+    assert (tmp_path / "desktop.png").stat().st_size > 10_000
+
+
+def test_stop_silences_the_answer_and_shows_what_was_heard(quickstart: Server, chrome: Browser, tmp_path: pathlib.Path) -> None:
+    width, height = WIDTHS["phone"]
+    with visit(chrome, quickstart.url, viewport={"width": width, "height": height}, has_touch=True) as seen:
+        write(seen, STORY)
+        seen.until_turn("user", STORY)
+        seen.until_counter("samplesAudible", 3 * AUDIBLE)
+        assert seen.page.inner_text("#state") == "Speaking"
+        seen.page.click("#stop")
+        seen.until_counter("truncatedMs", 1)
+        seen.until("() => document.querySelector('.turn.assistant .unsaid') !== null", why="the words that were not spoken")
+        seen.until_state("ready")
+        counted = seen.counters
+        assert counted["truncatedMs"] == counted["samplesPlayed"] * 1000 // 24_000, (
+            "the one answer was cut where it was silenced"
+        )
+        assert seen.page.is_disabled("#stop")
+        seen.page.screenshot(path=tmp_path / "phone.png")
+
+        write(seen, "What is the capital of France?")  # the conversation goes on
+        seen.until_turn("assistant", "Paris")
+        seen.until_counter("samplesAudible", counted["samplesAudible"] + AUDIBLE)
+    assert (tmp_path / "phone.png").stat().st_size > 10_000
+
+
+def test_speaking_hands_free_interrupts_the_answer(quickstart: Server, playwright: Playwright, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "question.wav"
+    microphone(file, 3.0, 60.0)
+    with browser(playwright, file) as chrome, visit(chrome, quickstart.url) as seen:
+        write(seen, STORY)
+        seen.until_counter("samplesAudible", AUDIBLE)
+        seen.page.check("input[name=mode][value=free]")
+        seen.page.click("#speak")
+        seen.until_counter("truncatedMs", 1)
+        seen.until("() => document.querySelector('.turn.assistant .who').textContent.includes('interrupted')")
+        cut = seen.counters
+        assert cut["truncatedMs"] <= cut["samplesPlayed"] * 1000 // 24_000
+        seen.until_turn("user", "capital of France")
+        seen.until_turn("assistant", "Paris")
+        seen.until_counter("samplesAudible", cut["samplesAudible"] + AUDIBLE)
+        seen.page.click("#speak")
+        seen.until("() => document.querySelector('#speak-text').textContent === 'Start listening'")
+
+
+def test_new_conversation_forgets(probe: Server, chrome: Browser) -> None:
+    with visit(chrome, probe.url) as seen:
+        write(seen, "one two three")
+        seen.until_turn("assistant", "three")
+        seen.page.click("#reset")
+        seen.until_state("idle")
+        assert seen.turns("user") == seen.turns("assistant") == []
+        write(seen, "four five")
+        seen.until_turn("assistant", "five")
+        assert len(seen.sockets) == 2
+
+
+def test_settings_are_told_to_the_session(probe: Server, chrome: Browser) -> None:
+    with visit(chrome, probe.url) as seen:
+        write(seen, "one two")
+        seen.until_turn("assistant", "two")
+        seen.until_state("ready")
+        before = seen.counters["samplesPlayed"]
+        seen.page.select_option("[name=output]", "text")
+        write(seen, "three four")
+        seen.until_turn("assistant", "four")
+        assert seen.counters["samplesPlayed"] == before, "text only"
+
+
+# ---- how the server stands
+
+
+def test_the_pipeline_is_drawn_with_its_queues_and_replicas(probe: Server, chrome: Browser) -> None:
+    with visit(chrome, probe.url) as seen:
+        seen.until("() => document.querySelectorAll('.stage').length === 3")
+        names = seen.page.locator(".stage b").all_inner_texts()
+        assert names == ["source", "relay", "sink"]
+        assert seen.page.locator(".stage .load").first.inner_text() == "0 waiting · 0 running"
+        assert seen.page.locator(".replicas li").first.inner_text() == "source.0 · cpu · ready"
+        assert seen.page.locator("path.edge").count() == 5
+        write(seen, "one two three")
+        seen.until("() => document.querySelector('path.flowing') !== null", why="an edge that is lit while chunks flow")
+
+
+def test_a_hidden_page_asks_nothing(probe: Server, chrome: Browser) -> None:
+    """Hiding is played: a headless browser shows every page."""
+    with visit(chrome, probe.url) as seen:
+        seen.until("() => document.querySelectorAll('.stage').length === 3")
+        hide = "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true }); \
+            document.dispatchEvent(new Event('visibilitychange')); }"
+        seen.page.evaluate(hide, True)
+        seen.page.wait_for_timeout(200)  # an answer may still have been on its way
+        asked = len(seen.requests)
+        seen.page.wait_for_timeout(2_500)
+        assert len(seen.requests) == asked
+        with seen.page.expect_request("**/v1/status"):
+            seen.page.evaluate(hide, False)
+        with seen.page.expect_request("**/v1/status"):
+            pass
+
+
+def test_a_key_is_asked_for_and_opens_the_page(serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("sk-page\n")
+    server = serve("probe.toml", sets=[f"api.api_keys_file={keys}"])
+    with visit(chrome, server.url, allowed=("401",)) as seen:
+        field = seen.page.locator("[name=key]")
+        seen.until("() => document.activeElement.name === 'key'", why="the key's field has the focus")
+        assert seen.page.inner_text("#alert p") == "This server asks for an API key."
+        field.fill("sk-wrong")
+        field.press("Tab")
+        seen.until("() => document.querySelector('#alert p').textContent.includes('does not know this API key')")
+        field.fill("sk-page")
+        field.press("Tab")
+        seen.until("() => document.querySelector('#model').textContent === 'probe'")
+        assert seen.page.is_hidden("#alert")
+        write(seen, "one two")
+        seen.until_turn("assistant", "two")
+        seen.page.reload()
+        seen.until("() => document.activeElement.name === 'key'", why="the key is asked for again: it was kept nowhere")
+
+
+def test_a_server_that_goes_away_is_told_in_words(serve: Callable[..., Server], chrome: Browser) -> None:
+    server = serve("probe.toml")
+    with visit(chrome, server.url, allowed=("ERR_CONNECTION_REFUSED", "WebSocket connection")) as seen:
+        write(seen, "one two")
+        seen.until_turn("assistant", "two")
+        server.stop()
+        seen.until("() => document.querySelector('#alert p').textContent.length > 0")
+        assert seen.page.inner_text("#alert p") == "The server is restarting; connect again."
+        seen.until(
+            "() => document.querySelector('#pipeline-note').textContent === 'The server does not answer. Is it running?'"
+        )
+        write(seen, "three")
+        seen.until("() => document.querySelector('#alert p').textContent === 'The server does not answer. Is it running?'")
+        assert seen.page.input_value("#text") == "three", "what was not sent is not lost"
+
+
+# ---- for every user
+
+# Visible controls that the tab key must reach: of a group of radio buttons only the chosen one.
+CONTROLS = """
+() => [...document.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex='0']")]
+  .filter((element) => !element.disabled && element.checkVisibility({ visibilityProperty: true }) && !(element.type === "radio" && !element.checked))
+  .map((element) => (element.dataset.probe ??= element.id || element.name || element.textContent.trim() || element.className))
+"""
+# Text below the contrast that WCAG AA asks for: 4.5. Disabled controls are exempt there.
+FAINT = """
+() => {
+  const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const luminance = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const ground = (element) => {
+    for (; element; element = element.parentElement) {
+      const colour = parse(getComputedStyle(element).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  const seen = new Set();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (seen.has(element) || !walker.currentNode.textContent.trim() || !element.checkVisibility()) continue;
+    seen.add(element);
+    if (element.closest(":disabled, label:has(:disabled), noscript, option")) continue;
+    const [a, b] = [luminance(parse(getComputedStyle(element).color)), luminance(ground(element))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) found.push(`${element.textContent.trim().slice(0, 40)}: ${ratio.toFixed(2)}`);
+  }
+  return [found, seen.size];
+}
+"""
+
+
+def accessible(page: Page) -> list[dict[str, Any]]:
+    """Chromium's own accessibility tree: role and computed name of everything that can have the focus."""
+    session = page.context.new_cdp_session(page)
+    nodes = session.send("Accessibility.getFullAXTree")["nodes"]
+    found = []
+    for node in nodes:
+        focusable = any(entry["name"] == "focusable" and entry["value"].get("value") for entry in node.get("properties", ()))
+        if focusable and not node.get("ignored"):
+            found.append({"role": node["role"]["value"], "name": node.get("name", {}).get("value", "")})
+    return found
+
+
+@pytest.fixture
+def talked(probe: Server, chrome: Browser) -> Iterator[Callable[..., Visit]]:
+    """talked(viewport=…, color_scheme=…) → a page on which a turn has been made and a message is shown."""
+    with contextlib.ExitStack() as stack:
+
+        def open_page(**context: Any) -> Visit:
+            seen = stack.enter_context(visit(chrome, probe.url, **context))
+            write(seen, "one two three")
+            seen.until_turn("assistant", "three")
+            seen.until_state("ready")
+            seen.until("() => document.querySelectorAll('.stage').length === 3")
+            return seen
+
+        yield open_page
+
+
+def test_every_control_has_a_name(talked: Callable[..., Visit]) -> None:
+    controls = accessible(talked().page)
+    assert [control for control in controls if not control["name"] and control["role"] != "RootWebArea"] == []
+    assert {"button", "textbox", "radio", "combobox", "slider", "checkbox", "spinbutton"} <= {one["role"] for one in controls}
+
+
+def test_the_tab_key_reaches_every_control_in_the_order_they_are_read(talked: Callable[..., Visit]) -> None:
+    page = talked().page
+    controls = page.evaluate(CONTROLS)
+    assert len(controls) > 20
+    page.evaluate("() => { document.activeElement.blur(); document.body.tabIndex = -1; document.body.focus(); }")
+    reached = []
+    for _ in controls:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("() => document.activeElement.dataset.probe"))
+    assert reached == controls
+
+
+def test_the_space_bar_and_escape_work_without_a_pointer(quickstart: Server, chrome: Browser) -> None:
+    with visit(chrome, quickstart.url) as seen:
+        page = seen.page
+        seen.until("() => document.querySelector('#model').textContent === 'cascade'")
+        page.evaluate("() => document.activeElement.blur()")
+        page.keyboard.down(" ")
+        seen.until_counter("samplesHeard", 24_000)
+        page.keyboard.up(" ")
+        seen.until("() => document.querySelectorAll('.turn.user').length === 1", why="the beeps are a turn")
+        page.focus("#speak")
+        page.keyboard.press("Enter")  # a tap begins, the next one ends
+        seen.until_state("listening")
+        seen.until("() => Number(document.querySelector('main').dataset.samplesHeard) < 24000")
+        seen.until_counter("samplesHeard", 24_000)
+        page.keyboard.press("Enter")
+        seen.until("() => document.querySelectorAll('.turn.user').length === 2")
+        write(seen, STORY)
+        seen.until_state("speaking")
+        page.keyboard.press("Escape")
+        seen.until_state("ready")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_stands_out_from_its_ground(talked: Callable[..., Visit], scheme: str) -> None:
+    page = talked(color_scheme=scheme).page
+    page.evaluate(
+        "() => { document.querySelector('#alert p').textContent = 'A message'; document.querySelector('#alert').hidden = false; }"
+    )
+    faint, looked_at = page.evaluate(FAINT)
+    assert faint == [] and looked_at > 25
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_nothing_sticks_out_at_any_width(talked: Callable[..., Visit], name: str) -> None:
+    width, height = WIDTHS[name]
+    page = talked(viewport={"width": width, "height": height}).page
+    assert page.evaluate("() => document.documentElement.scrollWidth") == width
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll("button, input, select, textarea, canvas, .stage, .said")]
+            .filter((element) => element.checkVisibility() && !element.closest(".hidden") && !element.matches(".hidden"))
+            .filter((element) => { const box = element.getBoundingClientRect(); return box.left < 0 || box.right > innerWidth; })
+            .map((element) => element.id || element.className)"""
+    )
+    assert outside == []
+
+
+def test_less_motion_is_no_motion(talked: Callable[..., Visit]) -> None:
+    page = talked(reduced_motion="reduce").page
+    assert page.evaluate("() => document.getAnimations().length") == 0
+
+
+def test_turns_are_read_out_once_they_are_whole(talked: Callable[..., Visit]) -> None:
+    page = talked().page
+    region = page.locator("[aria-live=polite]")
+    assert region.inner_text().strip() == "Answer: one two three"
+    assert page.get_attribute("#alert", "role") == "alert" and page.get_attribute("#state", "role") == "status"
