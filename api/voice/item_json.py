@@ -17,12 +17,13 @@ from omni_bus.errors import InvalidRequest, ModelRefused, UndecodableMedia
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
-# By role: the content types that a message of it may hold. "text" is what earlier versions of the protocol said.
+# By role: the content types that a message of it may hold.
 _CONTENT = {
-    "system": ("input_text", "text"),
-    "user": ("input_text", "input_audio", "input_image", "text"),
-    "assistant": ("output_text", "output_audio", "text"),
+    "system": ("input_text",),
+    "user": ("input_text", "input_audio", "input_image"),
+    "assistant": ("output_text", "output_audio"),
 }
+_TEXT = ("text", "input_text")  # taken as text of any role: stock clients say so, of answers too
 
 
 class _PartBody(msgspec.Struct):
@@ -102,8 +103,8 @@ def _check_arguments(text: str, param: str) -> None:
 
 
 def _part(body: _PartBody, role: str, where: str, input_format: AudioFormat, accepts: frozenset[str]) -> Part:
-    if body.type not in _CONTENT[role]:
-        valid = ", ".join(_CONTENT[role][:-1])
+    if body.type not in _CONTENT[role] and body.type not in _TEXT:
+        valid = ", ".join(_CONTENT[role])
         raise InvalidRequest(f"{where}.type of a message of role {role} must be one of {valid}", param=f"{where}.type")
     match body.type:
         case "input_audio":

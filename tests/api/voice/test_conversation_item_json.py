@@ -58,7 +58,14 @@ def test_messages_of_the_other_roles() -> None:
         message({"type": "output_text", "text": "t"}, {"type": "output_audio", "transcript": "a"}, role="assistant")
     )
     assert said.content == [OutputText("t"), OutputAudio("a")] and said.role == "assistant"
-    assert item_from_json(message({"type": "text", "text": "t"}, role="assistant")).content == [OutputText("t")]
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text"])
+def test_stock_clients_names_for_text_of_any_role(kind: str) -> None:
+    part = {"type": kind, "text": "t"}
+    assert item_from_json(message(part, role="assistant")).content == [OutputText("t")]
+    assert item_from_json(message(part, role="user")).content == [InputText("t")]
+    assert item_from_json(message(part, role="system")).content == [InputText("t")]
 
 
 def test_calls_and_outputs() -> None:
