@@ -28,13 +28,14 @@ def to_chat(
     accepts: the kinds of media that the pipeline takes (`PipelineSpec.input_kinds`); audio that it does not take stands as its
     transcript, if there is one. prefer_transcripts: audio with a transcript stands as that, so that it is not heard again.
     tools: as a session lists them, {"type": "function", "name", "description", "parameters"}.
-    Left out: what is still in progress, messages without content, outputs of calls that are not there. The outputs of calls come
-    right behind them whatever was said in between, as models expect; a call that has no output yet stands in a message of its own.
+    Left out: what is still in progress, messages without content, calls that broke off in their arguments, outputs of calls that
+    are not there. The outputs of calls come right behind them whatever was said in between, as models expect; a call that has no
+    output yet stands in a message of its own.
     """
     prompt = _Prompt(accepts, prefer_transcripts)
     if instructions:
         prompt.messages.append(Message("system", (TextPart(instructions),)))
-    items = [item for item in items if item.status != "in_progress"]
+    items = [item for item in items if item.status != "in_progress" and not _broken_off(item)]
     outputs: dict[str, str] = {}
     for item in items:
         if item.kind == "function_call_output":
@@ -56,6 +57,17 @@ def chat_tool(tool: Mapping[str, Any]) -> str:
     if not isinstance(function, Mapping):
         function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
     return msgspec.json.encode({"type": "function", "function": function}).decode()
+
+
+def _broken_off(item: Item) -> bool:
+    """A call whose arguments are no JSON object: nobody can have carried it out, and templates take objects only."""
+    if item.kind != "function_call":
+        return False
+    try:
+        msgspec.json.decode(item.arguments or "{}", type=dict)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return True
+    return False
 
 
 def _answer_run(items: Sequence[Item], start: int) -> int:

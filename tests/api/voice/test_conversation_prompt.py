@@ -207,6 +207,12 @@ def test_a_deleted_call_takes_its_output_out_of_the_prompt() -> None:
     assert made.to_chat(None, accepts=ALL)[0].messages == (QUESTION, text("user", "and now?"))
 
 
+def test_a_call_that_broke_off_is_left_out() -> None:
+    broken = Item.function_call("f", '{"a": "b', call_id="1", status="incomplete")
+    said = Item.message("assistant", [OutputText("Wait.")])
+    assert messages(question(), said, broken, output("1", "42")) == (QUESTION, text("assistant", "Wait."))
+
+
 def test_an_outputs_first_version_counts() -> None:
     assert messages(call("1"), output("1", "42"), output("1", "43"))[1:] == (text("tool", "42"),)
 
