@@ -13,6 +13,7 @@ from omni_bus.errors import InvalidRequest, ModelRefused
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart, TranscriptWish
 from omni_bus.sampling import SamplingParams
+from omni_bus.spec import TRANSCRIPT
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 STREAMED = ("json", "text")
@@ -36,7 +37,7 @@ class TranscriptionRequest:
     def bus_request(self, text_stage: str, audio_seconds: float) -> tuple[RequestOptions, ChatInput]:
         """What the stages are asked for. The tensor "media0" is the audio."""
         if self.alone:
-            return RequestOptions(modalities=("transcript",)), ChatInput((Message("user", (_AUDIO,)),), transcript=self.wish)
+            return RequestOptions(modalities=(TRANSCRIPT,)), ChatInput((Message("user", (_AUDIO,)),), transcript=self.wish)
         sampling = SamplingParams(
             temperature=self.wish.temperature, max_tokens=MIN_TOKENS + int(TOKENS_PER_SECOND * audio_seconds)
         )

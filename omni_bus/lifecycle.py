@@ -219,7 +219,7 @@ class Lifecycle:
     def _admit(self, event: events.Submit) -> None:
         if len(self.table) >= self._bus.max_requests:
             raise Overloaded(f"{len(self.table)} requests are in flight; try again later")
-        outputs = self._pipeline.output_modalities
+        outputs = self._pipeline.asked_modalities
         if not event.options.modalities or not outputs.issuperset(event.options.modalities):
             raise InvalidRequest(f"modalities must be some of {', '.join(sorted(outputs))}", param="modalities")
         if not 0 < event.deadline_s < math.inf:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from omni_bus.stages.contract import Stage
 
 
+TRANSCRIPT = "transcript"  # the modality of a request for what a recogniser hears, and nothing else
+
+
 class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options type of a stage or edge that has none."""
 
@@ -85,7 +88,7 @@ class PipelineSpec:
         assert sum(edge.source == CLIENT for edge in self.edges) == 1, "one entry edge"
         assert self.text_stage in names
         if self.transcript_edge is not None:
-            passed = self.active_stages(("transcript",))
+            passed = self.active_stages((TRANSCRIPT,))
             assert [stage.name for stage in passed] == [self.edge(self.transcript_edge).source], "it hears alone"
 
     def stage(self, name: str) -> StageSpec:
@@ -97,6 +100,11 @@ class PipelineSpec:
     @property
     def entry(self) -> EdgeSpec:
         return next(edge for edge in self.edges if edge.source == CLIENT)
+
+    @property
+    def asked_modalities(self) -> frozenset[str]:
+        """What a request on the bus may ask for: "transcript" beside the outputs, where a recogniser can be asked alone."""
+        return self.output_modalities | (frozenset() if self.transcript_edge is None else {TRANSCRIPT})
 
     def active_stages(self, modalities: tuple[str, ...]) -> tuple[StageSpec, ...]:
         """The stages a request for these output modalities passes."""
