@@ -214,7 +214,7 @@ class VoiceSession:
             running = [found for found in (self._run, *self._beside) if found is not None]
             run = next((found for found in running if found.id == response_id), None)
         if run is None:
-            raise ResponseRefused("there is no active response to cancel", code="response_cancel_not_active")
+            raise ResponseRefused("Cancellation failed: there is no active response", code="response_cancel_not_active")
         message = run.spoken_message
         if message is not None:  # what was sent may be played to its end; what was not will never be
             self._heard_ms.setdefault(message.id, self._clock.sent_ms(message.id))

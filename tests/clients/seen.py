@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import json
+import pathlib
 import time
+import wave
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,7 @@ Line = dict[str, Any]
 class Seen:
     """Every line is printed at once, so that a test sees how far a client came that did not come to its end.
 
-    A line has `at` (seconds since the start) and `type`. Audio goes to one list for each item, never into a line.
+    A line has `at` (seconds since the start) and `type`. Audio (PCM16, 24 kHz) is kept for each item, and told of by `report_audio`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class Seen:
         self.audio.setdefault(item, bytearray()).extend(pcm)
 
     async def until(self, kind: str, since: int = 0, where: Callable[[Line], bool] = lambda line: True) -> Line:
-        """The first line of this type after line number `since`. Raises TimeoutError that says what was waited for."""
+        """The first line of this type from line number `since` on. Raises TimeoutError that says what was waited for."""
         try:
             async with asyncio.timeout(LIMIT_S):
                 while True:
@@ -51,9 +54,20 @@ class Seen:
     def count(self) -> int:
         return len(self.lines)
 
+    def report_audio(self, out: pathlib.Path) -> None:
+        """A line for each item that was heard, in order, and its WAV file in directory `out`."""
+        for number, (item, pcm) in enumerate(self.audio.items()):
+            samples = array.array("h", bytes(pcm))
+            path = out / f"heard-{number}.wav"
+            with wave.open(str(path), "wb") as file:
+                file.setparams((1, 2, 24_000, 0, "NONE", ""))
+                file.writeframes(bytes(pcm))
+            peak = max(map(abs, samples), default=0)
+            self.add("client.audio", item_id=item, seconds=len(samples) / 24_000, peak=peak, file=path.name)
+
 
 def short(event: Line) -> Line:
-    """A server event without what is long: audio becomes its number of characters."""
+    """A server event without its type, its id and what is long: audio becomes its number of characters."""
     line = {key: value for key, value in event.items() if key not in ("type", "event_id")}
     if event["type"] == "response.output_audio.delta":
         line["delta"] = len(event["delta"])

@@ -1,0 +1,282 @@
+"""End of speech → first audio through the Realtime socket, with and without work done during speech; interruption → silence; load.
+
+    python -m bench.realtime [--turns 8] [--sessions 1,8,32] [--out bench/results]
+
+Speech is sent in real time. By hand: the client commits and asks for the answer at the moment its last sample is sent. By the
+server's turn detection (server_vad, 500 ms of silence): from the same moment, and from the server's speech_stopped. Both settings of
+`api.voice_prepare` are measured in one run, on servers that run one after the other. The weights of the Qwen3-Omni are random and small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any
+
+from bench.demo import ROOT, free_port, serving
+from bench.quickstart import machine, percentile
+from bench.realtime_socket import RATE, Event, RealtimeSocket, connected
+from bench.spoken import QUESTION, spoken
+
+SHORT = QUESTION
+LONG = (
+    "I was in town this morning and I met an old friend whom I had not seen for a long time. We talked about the weather, "
+    "about our work and about the children, and then we had a cup of coffee together in a small place by the river. "
+    "He told me that he will move to another country next year. Now tell me, please, what is the capital of France?"
+)
+STORY = "Please tell me a long story about a cat and a dog."
+TURNS_A_SESSION = 4  # so that some turns have a history and some have none
+PLAYED_S = 1.0  # of an answer when it is interrupted
+SILENCE_S = 30.0  # of silence that may follow speech until the server has answered
+PIECE_MS = 20  # of what the microphone sends under turn detection
+LENGTH = (
+    "stages.thinker.sampling.ignore_eos=true",
+    "stages.talker.sampling.ignore_eos=true",
+    "stages.talker.sampling.max_tokens=60",
+)
+SERVER_VAD = {"type": "server_vad", "silence_duration_ms": 500}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A pipeline under measurement. settings: of `omni-bus up`; question: what its users say."""
+
+    name: str
+    model: str
+    config: str
+    question: str
+    max_tokens: int
+    settings: tuple[str, ...] = ()
+
+
+def pcm(text: str) -> bytes:
+    """The text as speech: PCM16, mono, 24 kHz, without the voice's own silence at its end."""
+    import numpy
+
+    samples = numpy.frombuffer(spoken(text)[44:], "<i2")
+    loud = numpy.flatnonzero(numpy.abs(samples.astype(int)) > 500)
+    return samples[: loud[-1] + 1].tobytes()
+
+
+@contextlib.asynccontextmanager
+async def session(
+    address: str, model: Model, turn_detection: dict[str, Any] | None, max_tokens: int
+) -> AsyncIterator[RealtimeSocket]:
+    async with connected(address, model.model) as socket:
+        audio = {"input": {"turn_detection": turn_detection, "transcription": None}}
+        await socket.send("session.update", session={"type": "realtime", "audio": audio, "max_output_tokens": max_tokens})
+        await socket.until("session.updated")
+        yield socket
+
+
+async def first_audio(socket: RealtimeSocket, since: int) -> Event | None:
+    """The rest of the answer is cancelled. None where an answer ends without a sound."""
+    event = await socket.until("response.output_audio.delta", "response.done", since=since)
+    if event.type == "response.done":
+        return None
+    await socket.send("response.cancel", response_id=event["response_id"])
+    await socket.until("response.done", since=since)
+    return event
+
+
+async def turn_by_hand(socket: RealtimeSocket, speech: bytes) -> dict[str, float] | None:
+    since = socket.count
+    end = await socket.speak(speech)
+    await socket.send("input_audio_buffer.commit")
+    await socket.send("response.create")
+    first = await first_audio(socket, since)
+    return {"end_of_speech": (first.at - end) * 1000} if first else None
+
+
+async def turn_by_vad(socket: RealtimeSocket, speech: bytes) -> dict[str, float] | None:
+    since = socket.count
+    end = await socket.speak(speech, PIECE_MS)
+    silence = asyncio.create_task(socket.speak(bytes(int(SILENCE_S * RATE) * 2), PIECE_MS))
+    try:
+        first = await first_audio(socket, since)
+    finally:
+        silence.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await silence
+    stopped = next(event for event in socket.events[since:] if event.type == "input_audio_buffer.speech_stopped")
+    return {"end_of_speech": (first.at - end) * 1000, "speech_stopped": (first.at - stopped.at) * 1000} if first else None
+
+
+async def turns(
+    address: str, model: Model, speech: bytes, count: int, turn_detection: dict[str, Any] | None
+) -> dict[str, list[float]]:
+    """`count` turns in sessions of four; milliseconds to the first audio, by what they are counted from."""
+    take = turn_by_hand if turn_detection is None else turn_by_vad
+    found: dict[str, list[float]] = {}
+    async with session(address, model, turn_detection, model.max_tokens) as socket:
+        await take(socket, speech)  # warms the server up
+    for begun in range(0, count, TURNS_A_SESSION):
+        async with session(address, model, turn_detection, model.max_tokens) as socket:
+            for _ in range(min(TURNS_A_SESSION, count - begun)):
+                for name, value in (await take(socket, speech) or {}).items():
+                    found.setdefault(name, []).append(value)
+    return found
+
+
+async def interruption(address: str, model: Model, interrupting: bytes) -> dict[str, float]:
+    """One answer spoken into: milliseconds to what its listener notices, and of audio that the client had not played by then."""
+    async with session(address, model, SERVER_VAD, 400) as socket:
+        item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": STORY}]}
+        await socket.send("conversation.item.create", item=item)
+        await socket.send("response.create")
+        first = await socket.until("response.output_audio.delta")
+        await socket.speak(bytes(int(PLAYED_S * RATE) * 2), PIECE_MS)
+        since, onset = socket.count, asyncio.get_running_loop().time()
+        speaking = asyncio.create_task(socket.speak(interrupting + bytes(RATE), PIECE_MS))
+        try:
+            started = await socket.until("input_audio_buffer.speech_started", since=since)
+            done = await socket.until("response.done", since=since)
+            assert done["response"]["status"] == "cancelled", done
+            await asyncio.sleep(0.5)  # in which audio of the old answer would come
+        finally:
+            speaking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await speaking
+        audio = [
+            event
+            for event in socket.events
+            if event.type == "response.output_audio.delta" and event["item_id"] == first["item_id"]
+        ]
+        sent_ms = sum(len(event.pcm) for event in audio) / 2 / RATE * 1000
+        return {
+            "onset_to_speech_started": (started.at - onset) * 1000,
+            "speech_started_to_last_audio": max(0.0, audio[-1].at - started.at) * 1000,
+            "speech_started_to_done": (done.at - started.at) * 1000,
+            "sent_ahead": sent_ms - (started.at - first.at) * 1000,
+        }
+
+
+async def load(address: str, model: Model, speech: bytes, sessions: int, rounds: int) -> dict[str, Any]:
+    """All sessions speak at once, their turns spread over a second."""
+
+    async def one(number: int) -> list[float]:
+        found: list[float] = []
+        async with session(address, model, None, model.max_tokens) as socket:
+            await asyncio.sleep(number / sessions)
+            for _ in range(rounds):
+                found += (await turn_by_hand(socket, speech) or {}).values()
+        return found
+
+    found = [value for values in await asyncio.gather(*map(one, range(sessions))) for value in values]
+    return {"sessions": sessions, "turns": sessions * rounds, "end_of_speech": summary(found)}
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """p50 and p95 in milliseconds, and of how many."""
+    if not values:
+        return {"n": 0}
+    return {"p50": round(percentile(list(values), 0.5), 1), "p95": round(percentile(list(values), 0.95), 1), "n": len(values)}
+
+
+def measure(model: Model, prepare: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One server's figures."""
+    speech, interrupting = pcm(model.question), pcm(SHORT)
+    settings = [*model.settings, f"api.voice_prepare={'true' if prepare else 'false'}"]
+
+    def run(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(work)
+
+    with serving(free_port(0), *settings, config=ROOT / "configs" / model.config) as server:
+        row: dict[str, Any] = {"model": model.name, "prepare": prepare, "speech_s": round(len(speech) / 2 / RATE, 1)}
+        by_hand = run(turns(server.address, model, speech, arguments.turns, None))
+        row["by_hand"] = {name: summary(values) for name, values in by_hand.items()}
+        by_vad = run(turns(server.address, model, speech, arguments.turns, SERVER_VAD))
+        row["by_vad"] = {name: summary(values) for name, values in by_vad.items()}
+        cuts = [run(interruption(server.address, model, interrupting)) for _ in range(arguments.interruptions)]
+        row["interruption"] = {name: summary([cut[name] for cut in cuts]) for name in (cuts[0] if cuts else {})}
+        if model.name != "quickstart":
+            row["load"] = [run(load(server.address, model, pcm(SHORT), count, 2)) for count in arguments.sessions]
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def cell(figure: dict[str, float] | None) -> str:
+    return f"{figure['p50']:.0f} / {figure['p95']:.0f}" if figure and figure["n"] else "–"
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["## End of speech → first audio, ms, p50 / p95", ""]
+    lines += [
+        "| pipeline | speech s | work during speech | by hand | by VAD | by VAD, from speech_stopped |",
+        "| --- " * 6 + "|",
+    ]
+    for row in rows:
+        figures = (row["by_hand"].get("end_of_speech"), row["by_vad"].get("end_of_speech"), row["by_vad"].get("speech_stopped"))
+        prepare = "yes" if row["prepare"] else "no"
+        lines.append(f"| {row['model']} | {row['speech_s']} | {prepare} | " + " | ".join(map(cell, figures)) + " |")
+    names = ("onset_to_speech_started", "speech_started_to_last_audio", "speech_started_to_done", "sent_ahead")
+    lines += ["", "## Interruption → silence, ms, p50 / p95", ""]
+    lines += [
+        "| pipeline | speech begins → speech_started | → last audio byte | → response.done | audio sent ahead of playback |"
+    ]
+    lines += ["| --- " * 5 + "|"]
+    lines += [
+        f"| {row['model']} | " + " | ".join(cell(row["interruption"].get(name)) for name in names) + " |"
+        for row in rows
+        if row["prepare"]
+    ]
+    lines += ["", "## Sessions at once: end of speech (by hand) → first audio, ms, p50 / p95", ""]
+    lines += ["| pipeline | work during speech | sessions | first audio | turns with audio |", "| --- " * 5 + "|"]
+    for row in rows:
+        for one in row.get("load", ()):
+            counts = f"{one['end_of_speech']['n']} of {one['turns']}"
+            prepare = "yes" if row["prepare"] else "no"
+            lines.append(f"| {row['model']} | {prepare} | {one['sessions']} | {cell(one['end_of_speech'])} | {counts} |")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def models() -> Iterator[tuple[Model, Model]]:
+    """The quickstart, and a tiny Qwen3-Omni whose checkpoint lives as long as the block."""
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = pathlib.Path(scratch) / "tiny"
+        command = [sys.executable, "-m", "omni_bus", "fixture", "qwen3-omni", str(checkpoint), "--size", "tiny", "--seed", "2"]
+        subprocess.run(command, check=True)
+        # Answers of one length: 4.8 s of speech.
+        full = (f"model.path={checkpoint}", *LENGTH)
+        yield (
+            Model("quickstart", "cascade", "quickstart.toml", SHORT, 24),
+            Model("tiny Qwen3-Omni", "qwen3-omni-tiny", "qwen3_omni_tiny.toml", LONG, 24, full),
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.realtime", description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=8, help="of each kind and setting")
+    parser.add_argument("--interruptions", type=int, default=8)
+    parser.add_argument("--sessions", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
+    parser.add_argument("--out", type=pathlib.Path, help="a directory for the result, as JSON and Markdown")
+    arguments = parser.parse_args()
+    before = round(os.getloadavg()[0], 2)
+    with models() as measured:
+        rows = [measure(model, prepare, arguments) for model in measured for prepare in (True, False)]
+    about = machine() | {"load_average": {"before": before, "after": round(os.getloadavg()[0], 2)}}
+    text = tables(rows)
+    print(text)
+    if arguments.out:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        result = {"benchmark": "realtime", "date": today, "machine": about, "turns": arguments.turns, "rows": rows}
+        (arguments.out / f"{today}-realtime.json").write_text(json.dumps(result, indent=1) + "\n")
+        said = ", ".join(f"{key} {value}" for key, value in about.items())
+        title = f"# The Realtime socket, {today}\n\n`python -m bench.realtime --turns {arguments.turns}`\n\n{said}\n\n"
+        (arguments.out / f"{today}-realtime.md").write_text(f"{title}{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
