@@ -12,6 +12,7 @@ from omni_bus.api.bus import RequestStream
 from omni_bus.api.form import Form, read_form
 from omni_bus.api.intake import IntakeShare
 from omni_bus.api.keys import ARRIVAL, INTAKE, METRICS, MODEL, THREADS
+from omni_bus.api.recognition import recognition_request
 from omni_bus.api.request_context import until
 from omni_bus.api.sse import sse_response
 from omni_bus.api.streamed_answer import stream_answer
@@ -49,7 +50,7 @@ async def _submit(
         samples = await loop.run_in_executor(request.app[THREADS], decode_audio, form.file, False, "file")
     share.add(len(samples))
     count = len(samples) // 4
-    options, payload = wanted.bus_request(request.app[MODEL].pipeline.text_stage, count / SAMPLE_RATE)
+    payload, options = recognition_request(request.app[MODEL].pipeline, wanted.wish, count / SAMPLE_RATE)
     stream = await submit(
         request,
         options=options,

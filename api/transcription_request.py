@@ -1,4 +1,4 @@
-"""OpenAI's transcription form checked against the served model: what goes to the bus, and how the transcript is to look."""
+"""OpenAI's transcription form checked against the served model: what is to be written down, and how it is to look."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from omni_bus.api.form import Form
 from omni_bus.api.served import ServedModel
 from omni_bus.api.submission import deadline_s
 from omni_bus.errors import InvalidRequest, ModelRefused
-from omni_bus.events import RequestOptions
-from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart, TranscriptWish
-from omni_bus.sampling import SamplingParams
-from omni_bus.spec import TRANSCRIPT
+from omni_bus.payloads import TranscriptWish
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 STREAMED = ("json", "text")
 TIMED = ("srt", "vtt")  # are nothing without times
 GRANULARITIES = ("segment", "word")
 MAX_PROMPT = 4096  # characters
-TOKENS_PER_SECOND = 10  # of a transcript that a language model writes: far above speech, so that one that runs on still ends
-MIN_TOKENS = 64
 _LANGUAGE = re.compile(r"[a-z]{2,3}")
-_AUDIO = MediaPart("audio", 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,16 +27,6 @@ class TranscriptionRequest:
     stream: bool
     deadline_s: float
     alone: bool  # by the pipeline's own recogniser; else its language model is asked
-
-    def bus_request(self, text_stage: str, audio_seconds: float) -> tuple[RequestOptions, ChatInput]:
-        """What the stages are asked for. The tensor "media0" is the audio."""
-        if self.alone:
-            return RequestOptions(modalities=(TRANSCRIPT,)), ChatInput((Message("user", (_AUDIO,)),), transcript=self.wish)
-        sampling = SamplingParams(
-            temperature=self.wish.temperature, max_tokens=MIN_TOKENS + int(TOKENS_PER_SECOND * audio_seconds)
-        )
-        options = RequestOptions(modalities=("text",), sampling={text_stage: sampling})
-        return options, ChatInput((Message("user", (_AUDIO, TextPart(_instruction(self.wish)))),))
 
 
 def parse_transcription(form: Form, model: ServedModel, timeout_header: str | None = None) -> TranscriptionRequest:
@@ -118,15 +102,3 @@ def _number(form: Form, name: str, least: float, most: float) -> float | None:
     if not least <= number <= most:
         raise InvalidRequest(f"{name} must be a number from {least:g} to {most:g}", param=name)
     return number
-
-
-def _instruction(wish: TranscriptWish) -> str:
-    """The request to a language model that hears."""
-    parts = [
-        "Write down what is said in this audio, word for word, in the language it is said in. Answer with the words alone."
-    ]
-    if wish.language:
-        parts.append(f"The language is that of the ISO 639 code {wish.language}.")
-    if wish.prompt:
-        parts.append(f"These words may help with spelling and style: {wish.prompt}")
-    return " ".join(parts)

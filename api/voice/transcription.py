@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 
 from omni_bus.api.errors_render import internal_error
+from omni_bus.api.recognition import recognition_request
 from omni_bus.api.voice.events import InputTranscriptDelta, InputTranscriptDone, InputTranscriptFailed
 from omni_bus.api.voice.items import InputAudio, Item
 from omni_bus.api.voice.outbox import Outbox
@@ -20,16 +21,11 @@ from omni_bus.api.voice.prompt import audio_tensor
 from omni_bus.api.voice.services import VoiceServices
 from omni_bus.api.voice.settings import Transcription
 from omni_bus.errors import Cancelled, OmniBusError
-from omni_bus.events import RequestOptions
-from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextDelta, TextPart, TranscriptWish
-from omni_bus.sampling import SamplingParams
+from omni_bus.payloads import InputTranscript, TextDelta, TranscriptWish
 
 log = logging.getLogger("omni_bus.api")
 
 GRACE_S = 1.0  # for an answer to be asked for, behind audio that was committed by hand
-_ASKED = "Write down word for word what is said in the audio, in the language in which it is said. Give the words alone."
-_TOKENS = 32  # of a transcript at most, and
-_TOKENS_A_SECOND = 12.0  # so many for each second of audio
 
 
 class Transcriber:
@@ -132,7 +128,9 @@ class Transcriber:
 
     async def _ask(self, item: Item, index: int, part: InputAudio, wish: Transcription) -> None:
         seconds = part.duration_ms / 1000
-        payload, options = self._request(seconds, wish)
+        payload, options = recognition_request(
+            self._services.model.pipeline, TranscriptWish(language=wish.language, prompt=wish.prompt), seconds
+        )
         stream = await self._services.bus.submit(
             options=options,
             payload=payload,
@@ -166,21 +164,4 @@ class Transcriber:
             InputTranscriptDone(
                 item.id, index, text.rstrip(), seconds, counted.get("prompt_tokens"), counted.get("completion_tokens")
             )
-        )
-
-    def _request(self, seconds: float, wish: Transcription) -> tuple[ChatInput, RequestOptions]:
-        pipeline = self._services.model.pipeline
-        audio = MediaPart("audio", 0)
-        if pipeline.transcript_edge is not None:
-            transcript = TranscriptWish(language=wish.language, prompt=wish.prompt)
-            return ChatInput((Message("user", (audio,)),), transcript=transcript), RequestOptions(modalities=("transcript",))
-        asked = _ASKED
-        if wish.language:
-            asked += f" The language is {wish.language}."
-        if wish.prompt:
-            asked += f" {wish.prompt}"
-        sampling = SamplingParams(temperature=0.0, max_tokens=_TOKENS + int(_TOKENS_A_SECOND * seconds))
-        return (
-            ChatInput((Message("user", (audio, TextPart(asked))),)),
-            RequestOptions(modalities=("text",), sampling={pipeline.text_stage: sampling}),
         )

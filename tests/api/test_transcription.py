@@ -115,7 +115,7 @@ async def test_json_of_a_language_model_that_hears(server: Any) -> None:
     assert audio == MediaPart("audio", 0) and isinstance(instruction, TextPart)
     assert "word for word" in instruction.text and " fr." in instruction.text and "Ville-d'Avray" in instruction.text
     assert asked.options.modalities == ("text",) and asked.payload.transcript is None
-    assert asked.options.sampling == {"thinker": SamplingParams(temperature=0.5, max_tokens=64 + 25)}
+    assert asked.options.sampling == {"thinker": SamplingParams(temperature=0.5, max_tokens=64 + 30)}
     assert 6 < asked.deadline_s <= 7
 
 
