@@ -5,7 +5,6 @@ Codecs, resampler and tempo are FFmpeg's, through PyAV. Its resampler and codecs
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any, Literal
 
 import av
@@ -13,10 +12,9 @@ import numpy
 from av.audio.codeccontext import AudioCodecContext
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
-from av.filter import Graph
-from av.filter.context import FilterContext
 from numpy.typing import NDArray
 
+from omni_bus.api.tempo import Tempo
 from omni_bus.api.voice.items import SAMPLE_RATE
 from omni_bus.errors import InvalidRequest
 
@@ -28,7 +26,6 @@ MIN_SPEED, MAX_SPEED = 0.25, 1.5
 
 _TYPES: dict[AudioFormat, str] = {"pcm16": "audio/pcm", "pcmu": "audio/pcmu", "pcma": "audio/pcma"}
 _CODECS: dict[AudioFormat, str] = {"pcmu": "pcm_mulaw", "pcma": "pcm_alaw"}
-_SLOWEST_ATEMPO = 0.5  # of one atempo filter
 _PIECE = 64 * 1024  # samples that go through FFmpeg at a time: bounds what a large push needs
 
 
@@ -111,72 +108,27 @@ class OutputAudioEncoder:
         self._rest = whole[end:]
         if self._as_it_is:
             return whole[:end]
-        return b"".join(
-            self._encoded(_frame(whole[start : min(start + 2 * _PIECE, end)], self._source_rate))
-            for start in range(0, end, 2 * _PIECE)
-        )
+        return b"".join(self._encoded(whole[start : min(start + 2 * _PIECE, end)]) for start in range(0, end, 2 * _PIECE))
 
     def flush(self) -> bytes:
         """The rest; the encoder is then as new."""
         rest = b""
         if not self._as_it_is:
-            late = self._tempo.flush() if self._tempo is not None else []
-            rest = b"".join(map(self._resampled, late)) + self._resampled(None)
+            late = self._tempo.flush() if self._tempo is not None else b""
+            rest = (self._resampled(_frame(late, self._source_rate)) if late else b"") + self._resampled(None)
         self._rest = b""
         self._start()
         return rest
 
-    def _encoded(self, frame: AudioFrame) -> bytes:
-        frames = [frame] if self._tempo is None else self._tempo.push(frame)
-        return b"".join(map(self._resampled, frames))
+    def _encoded(self, pcm: bytes) -> bytes:
+        played = pcm if self._tempo is None else self._tempo.push(pcm)
+        return self._resampled(_frame(played, self._source_rate)) if played else b""
 
     def _resampled(self, frame: AudioFrame | None) -> bytes:
         parts = self._resampler.resample(None if frame is None else _untimed(frame))
         if self._codec is None:
             return b"".join(bytes(memoryview(part.planes[0])[: part.samples * 2]) for part in parts)
         return b"".join(bytes(packet) for part in parts for packet in self._codec.encode(_untimed(part)))
-
-
-class Tempo:
-    """Speech faster or slower with its pitch kept: FFmpeg's atempo over a stream of int16 mono frames."""
-
-    def __init__(self, rate: int, speed: float) -> None:
-        graph = Graph()
-        self._time_base = Fraction(1, rate)
-        self._source = last = graph.add_abuffer(sample_rate=rate, format="s16", layout="mono", time_base=self._time_base)
-        while speed < _SLOWEST_ATEMPO:
-            last = _linked(last, graph.add("atempo", str(_SLOWEST_ATEMPO)))
-            speed /= _SLOWEST_ATEMPO
-        last = _linked(last, graph.add("atempo", str(speed)))
-        self._sink = _linked(last, graph.add("abuffersink"))
-        graph.configure()
-        self._graph = graph  # the filters live as long as it does
-        self._position = 0
-
-    def push(self, frame: AudioFrame) -> list[AudioFrame]:
-        frame.pts, frame.time_base = self._position, self._time_base
-        self._position += frame.samples
-        self._source.push(frame)
-        return self._made()
-
-    def flush(self) -> list[AudioFrame]:
-        self._source.push(None)
-        return self._made()
-
-    def _made(self) -> list[AudioFrame]:
-        frames: list[AudioFrame] = []
-        while True:
-            try:
-                frame = self._sink.pull()
-            except (av.BlockingIOError, av.EOFError):  # nothing more yet, or at all
-                return frames
-            assert isinstance(frame, AudioFrame)
-            frames.append(frame)
-
-
-def _linked(source: FilterContext, target: FilterContext) -> FilterContext:
-    source.link_to(target)
-    return target
 
 
 def _codec(audio_format: AudioFormat, mode: Literal["r", "w"]) -> AudioCodecContext:
