@@ -18,10 +18,11 @@ export class Dialogue {
   }
 
   #forget() {
-    this.response = null; // {id, item}: of the answer that is being made
+    this.response = null; // {id, item, silent}: of the answer that is being made; without an id until the server has named it
     this.wanted = false; // an answer, as soon as the one before it has ended
     this.silenced = new Set(); // responses of which nothing more is to be heard
     this.sent = 0; // samples of this spoken turn
+    this.events = 0; // numbered, for an error to name what it is about
     this.voiced = false; // from the first sound on, a session keeps its voice
   }
 
@@ -61,7 +62,7 @@ export class Dialogue {
     if (picture) content.push({ type: "input_image", image_url: picture.url });
     if (text) content.push({ type: "input_text", text });
     this.transcript.expect(picture);
-    this.#send("conversation.item.create", { item: { type: "message", role: "user", content } });
+    this.#send("conversation.item.create", { event_id: `item-${this.events++}`, item: { type: "message", role: "user", content } });
     this.timing.inputEnded();
     this.#answer();
   }
@@ -72,8 +73,9 @@ export class Dialogue {
     if (!still()) return false;
     this.sent = 0;
     this.talking = true;
+    this.free = this.settings.handsFree; // as it was begun it ends
     this.microphone.start();
-    if (!this.settings.handsFree) await this.interrupt();
+    if (!this.free) await this.interrupt();
     this.onChange();
     return true;
   }
@@ -83,9 +85,10 @@ export class Dialogue {
     if (!this.talking) return;
     await this.microphone.stop();
     this.talking = false;
-    if (this.settings.handsFree || this.sent < SHORTEST_S * RATE) {
+    if (this.free) this.microphone.close();
+    if (this.free || this.sent < SHORTEST_S * RATE) {
       this.#send("input_audio_buffer.clear");
-      if (!this.settings.handsFree) this.onError("That was too short: hold the button for as long as you speak.");
+      if (!this.free) this.onError("That was too short: hold the button for as long as you speak.");
     } else {
       this.#send("input_audio_buffer.commit");
       this.timing.inputEnded();
@@ -106,8 +109,9 @@ export class Dialogue {
     const response = this.response;
     this.wanted = false;
     if (response) {
-      this.silenced.add(response.id);
-      if (cancel) this.#send("response.cancel", { response_id: response.id });
+      response.silent = true;
+      if (response.id) this.silenced.add(response.id);
+      if (cancel) this.#send("response.cancel", response.id ? { response_id: response.id } : {});
     }
     for (const [item, samples] of await this.player.flush()) {
       const whole = this.player.samplesOf(item);
@@ -130,7 +134,8 @@ export class Dialogue {
     if (this.response) {
       this.wanted = true;
     } else {
-      this.#send("response.create");
+      this.response = { id: null, item: null, silent: false };
+      this.#send("response.create", { event_id: `answer-${this.events++}` });
     }
     this.onChange();
   }
@@ -161,7 +166,7 @@ export class Dialogue {
         this.update();
         break;
       case "error":
-        if (!HARMLESS.has(event.error.code)) this.onError(event.error.message);
+        this.#refused(event.error);
         break;
 
       case "input_audio_buffer.speech_started":
@@ -171,6 +176,9 @@ export class Dialogue {
         break;
       case "input_audio_buffer.speech_stopped":
         timing.inputEnded();
+        break;
+      case "input_audio_buffer.cleared":
+        transcript.dropListening();
         break;
       case "conversation.item.added":
         if (event.item.type === "message") transcript.added(event.item);
@@ -186,7 +194,8 @@ export class Dialogue {
         break;
 
       case "response.created":
-        this.response = { id: event.response.id, item: null };
+        this.response = { item: null, silent: false, ...this.response, id: event.response.id };
+        if (this.response.silent) this.silenced.add(event.response.id);
         break;
       case "response.output_item.added":
         if (this.response?.id === event.response_id && event.item.type === "message") this.response.item = event.item.id;
@@ -222,13 +231,18 @@ export class Dialogue {
     this.onChange();
   }
 
+  #refused(error) {
+    if (error.event_id?.startsWith("answer-") && this.response?.id === null) this.response = null;
+    if (error.event_id?.startsWith("item-")) this.transcript.expected.pop();
+    if (!HARMLESS.has(error.code)) this.onError(error.message);
+  }
+
   #done(response) {
     this.timing.done(response.id);
     this.silenced.delete(response.id);
     for (const item of response.output ?? []) this.transcript.end(item.id, response.status);
     const details = response.status_details;
     if (response.status === "failed") this.onError(details?.error?.message ?? "The answer failed.");
-    if (response.status === "incomplete") this.onError("The answer was cut short: it reached the longest allowed.");
     if (this.response?.id === response.id) this.response = null;
     if (this.wanted && !this.response) {
       this.wanted = false;

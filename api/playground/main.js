@@ -79,12 +79,14 @@ function show() {
   }
   at("stop").disabled = !answering && !player.playing;
   const free = settings.handsFree;
-  at("speak-text").textContent = talking
-    ? free ? "Listening: press to pause" : "Let go to send"
-    : free ? "Start listening" : "Hold to talk";
-  at("speak").dataset.on = talking;
-  at("how").textContent = instruction(free);
+  write("speak-text", talking ? (free ? "Listening: press to pause" : "Let go to send") : free ? "Start listening" : "Hold to talk");
+  write("how", instruction(free));
+  if (at("speak").dataset.on !== String(talking)) at("speak").dataset.on = talking;
   settings.voiced = dialogue.voiced;
+}
+
+function write(id, text) {
+  if (at(id).textContent !== text) at(id).textContent = text;
 }
 
 function instruction(free) {
@@ -140,6 +142,10 @@ for (const mode of document.querySelectorAll("input[name=mode]")) {
   });
 }
 
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden && !talkButton.on) microphone.close(); // no page listens from behind, or seems to
+});
+
 at("stop").addEventListener("click", () => attempt(() => dialogue.interrupt()));
 document.addEventListener("keydown", ({ key }) => {
   if (key === "Escape" && !at("stop").disabled) attempt(() => dialogue.interrupt());
@@ -191,9 +197,11 @@ at("text").addEventListener("keydown", (event) => {
 
 function changed(name) {
   if (name === "key") {
-    server.key = settings.fields.key.value.trim();
     dialogue.realtime.close();
-    attempt(load);
+    attempt(() => {
+      server.setKey(settings.fields.key.value.trim());
+      return load();
+    });
   } else {
     dialogue.update();
   }

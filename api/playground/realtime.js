@@ -26,7 +26,10 @@ export class Realtime {
 
   /** Resolves at session.created; raises an Error with words for the user. Connecting twice connects once. */
   connect(server) {
-    this.opening ??= this.#connect(server);
+    this.opening ??= this.#connect(server).catch((error) => {
+      this.opening = null;
+      throw error;
+    });
     return this.opening;
   }
 
@@ -38,7 +41,6 @@ export class Realtime {
     try {
       this.socket = new WebSocket(address, protocols);
     } catch {
-      this.opening = null;
       throw new Error("This API key has characters that a browser cannot send.");
     }
     const socket = this.socket;
@@ -47,7 +49,7 @@ export class Realtime {
       socket.onclose = () => resolve(null);
     });
     if (created === null) {
-      this.opening = this.socket = null;
+      this.socket = null;
       throw new Error(await explain(http, server.key)); // a browser does not tell why a socket was refused: HTTP does
     }
     socket.onmessage = ({ data }) => this.onEvent(JSON.parse(data));

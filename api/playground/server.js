@@ -13,6 +13,12 @@ export class Server {
     this.model = null; // an entry of /v1/models
   }
 
+  /** Raises an Error with words for the user. */
+  setKey(key) {
+    if (!/^[\x21-\x7e]*$/.test(key)) throw new Error("An API key has only letters, digits and signs, and no spaces: check what you have pasted.");
+    this.key = key;
+  }
+
   async #get(path) {
     let answer;
     try {

@@ -41,6 +41,7 @@ export class Settings {
 
   /** From the first sound on a session keeps its voice. */
   set voiced(voiced) {
+    if (voiced === this.form.hasAttribute("data-voiced")) return;
     this.form.toggleAttribute("data-voiced", voiced);
     this.show();
   }

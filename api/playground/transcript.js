@@ -26,6 +26,15 @@ export class Transcript {
     this.#turn(id, "user", "listening");
   }
 
+  /** What was being heard has been thrown away. */
+  dropListening() {
+    for (const [id, { element }] of this.turns) {
+      if (element.dataset.state !== "listening") continue;
+      element.remove();
+      this.turns.delete(id);
+    }
+  }
+
   /** An item of the server's. */
   added(item) {
     if (!(item.role in SIDES)) return;
@@ -64,7 +73,7 @@ export class Transcript {
     if (!turn) return;
     if (status === "cancelled") this.#label(turn, "interrupted");
     if (status === "failed") this.#label(turn, "failed");
-    if (status === "incomplete") this.#label(turn, "cut short");
+    if (status === "incomplete") this.#label(turn, "cut short at the longest allowed");
     this.#finish(turn);
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import pathlib
@@ -14,7 +15,7 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from tests.support.browser import Visit, browser, visit
 from tests.support.cascade import skip_without_packages
-from tests.support.running_server import Server
+from tests.support.running_server import Server, running
 
 STORY = "Please tell me a long story about a cat who travels around the world."
 WIDTHS = {"desktop": (1280, 800), "phone": (390, 844), "narrow": (320, 640)}
@@ -144,6 +145,64 @@ def test_new_conversation_forgets(probe: Server, chrome: Browser) -> None:
         assert len(seen.sockets) == 2
 
 
+def test_a_picture_is_shown_sent_and_answered(chrome: Browser, omni_checkpoint: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    from PIL import Image
+
+    Image.new("RGBA", (3_000, 1_500), (200, 30, 30, 128)).save(tmp_path / "red.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    sets = [f"model.path={omni_checkpoint}", "stages.thinker.sampling.max_tokens=8", "stages.talker.sampling.max_tokens=16"]
+    with running("qwen3_omni_tiny.toml", sets=sets) as server, visit(chrome, server.url) as seen:
+        seen.until("() => !document.querySelector('#attach').hidden", why="this model sees")
+        seen.page.set_input_files("#picture", tmp_path / "broken.png")
+        seen.until("() => document.querySelector('#alert p').textContent.startsWith('This file is no picture')")
+        seen.page.set_input_files("#picture", tmp_path / "red.png")
+        seen.until("() => document.querySelector('#chosen span').textContent === 'red.png'")
+        assert seen.page.is_hidden("#alert")
+        write(seen, "What colour is this?")
+        seen.until_turn("user", "What colour")
+        assert seen.page.get_attribute(".turn.user img", "alt") == "Picture: red.png"
+        seen.until("() => document.querySelector('.turn.assistant[data-state=done]') !== null", why="an answer")
+        seen.until_state("ready")
+        assert seen.page.is_hidden("#alert") and seen.page.is_hidden("#chosen")
+        assert seen.page.inner_text(".turn.assistant .who") == "Answer, cut short at the longest allowed"
+    (item,) = [event["item"] for event in seen.sent if event["type"] == "conversation.item.create"]
+    image, text = item["content"]
+    assert text == {"type": "input_text", "text": "What colour is this?"}
+    header, _, data = image["image_url"].partition(",")
+    with Image.open(io.BytesIO(base64.b64decode(data))) as sent:
+        assert header == "data:image/jpeg;base64" and sent.size == (1_024, 512), "made small"
+
+
+def test_stop_works_before_the_server_has_begun_to_answer(probe: Server, chrome: Browser) -> None:
+    with visit(chrome, probe.url) as seen:
+        write(seen, "one")
+        seen.until_turn("assistant", "one")
+        seen.until_state("ready")
+        words = " ".join(f"word{number}" for number in range(2_000))
+        # In one task of the page: nothing of the server's can come in between.
+        seen.page.evaluate(
+            """(words) => {
+                document.querySelector("#text").value = words;
+                document.querySelector("#write").requestSubmit();
+                const stop = document.querySelector("#stop");
+                new MutationObserver((_, watcher) => {
+                    if (stop.disabled) return;
+                    watcher.disconnect();
+                    stop.click();
+                    stop.dataset.clicked = "";
+                }).observe(stop, { attributes: true });
+            }""",
+            words,
+        )
+        seen.until("() => document.querySelector('#stop:disabled')?.dataset.clicked === ''")
+        write(seen, "two three")
+        seen.until_turn("assistant", "two three")
+        assert seen.turns("assistant")[-1].strip() == "two three" and not any(
+            "word1999" in turn for turn in seen.turns("assistant")
+        )
+        assert seen.page.is_hidden("#alert")
+
+
 def test_settings_are_told_to_the_session(probe: Server, chrome: Browser) -> None:
     with visit(chrome, probe.url) as seen:
         write(seen, "one two")
@@ -207,6 +266,29 @@ def test_a_key_is_asked_for_and_opens_the_page(serve: Callable[..., Server], chr
         seen.until_turn("assistant", "two")
         seen.page.reload()
         seen.until("() => document.activeElement.name === 'key'", why="the key is asked for again: it was kept nowhere")
+
+
+def test_a_key_that_a_browser_cannot_send_is_told_and_another_one_taken(
+    serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path
+) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("sk/odd=one\nsk-page\n")
+    server = serve("probe.toml", sets=[f"api.api_keys_file={keys}"])
+    with visit(chrome, server.url, allowed=("401",)) as seen:
+        for key in ("sk/odd=one", "sk-page"):
+            seen.page.fill("[name=key]", key)
+            seen.page.press("[name=key]", "Tab")
+            seen.until("() => document.querySelectorAll('.stage').length === 3")
+            write(seen, "one two")
+            if key == "sk-page":
+                seen.until_turn("assistant", "two")
+            else:
+                seen.until(
+                    "() => document.querySelector('#alert p').textContent.includes('characters that a browser cannot send')"
+                )
+        seen.page.fill("[name=key]", "sk-pagé")
+        seen.page.press("[name=key]", "Tab")
+        seen.until("() => document.querySelector('#alert p').textContent.includes('check what you have pasted')")
 
 
 def test_a_server_that_goes_away_is_told_in_words(serve: Callable[..., Server], chrome: Browser) -> None:

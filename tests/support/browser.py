@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Playwright
+from playwright.sync_api import Browser, Page, Playwright, WebSocket
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 60_000  # for anything that a server on a busy machine has to do
@@ -68,18 +69,23 @@ class Visit:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.sockets: list[str] = []
+        self.sent: list[dict[str, Any]] = []  # events that the page sent
         self._allowed = allowed
         page.set_default_timeout(WAIT_MS)
         page.add_init_script(_VIOLATIONS)
         page.on("console", lambda message: self._said(message.type, message.text))
         page.on("pageerror", lambda error: self.complaints.append(f"exception: {error}"))
         page.on("request", lambda request: self.requests.append(request.url))
-        page.on("websocket", lambda socket: self.sockets.append(socket.url))
+        page.on("websocket", self._connected)
         page.goto(url)
 
     def _said(self, kind: str, text: str) -> None:
         if kind in ("error", "warning") and not any(part in text for part in self._allowed):
             self.complaints.append(f"console {kind}: {text}")
+
+    def _connected(self, socket: WebSocket) -> None:
+        self.sockets.append(socket.url)
+        socket.on("framesent", lambda frame: self.sent.append(json.loads(frame)))
 
     def until(self, holds: str, argument: Any = None, *, why: str = "") -> None:
         """Wait until the JavaScript function `holds(argument)` is true; at most WAIT_MS."""
