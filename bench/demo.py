@@ -119,7 +119,7 @@ def main() -> int:
                 print("the answer is not complete", file=sys.stderr)
             if good and not arguments.once:
                 command = pathlib.Path(sys.executable).with_name("omni-bus")
-                print(f"serving on {server.address}, until Ctrl-C; try", flush=True)
+                print(f"serving on {server.address}, until Ctrl-C: open it in a browser and talk, or try", flush=True)
                 print(f"  {command} chat 'Who are you?' --url {server.address} --out reply.wav", flush=True)
                 good = server.process.wait() == 0
     except KeyboardInterrupt:
