@@ -44,6 +44,7 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     for attention in ("torch", "triton"):
         for experts in (0, 8):
             yield f"decode by graphs, attention {attention}, {experts} experts", functools.partial(_decode, attention, experts)
+        yield f"kept blocks, attention {attention}", functools.partial(_kept, attention)
 
 
 def _config(heads: int, kv_heads: int, head_dim: int, *, layers: int = 1, hidden: int = 64, experts: int = 0) -> DecoderConfig:
@@ -176,14 +177,15 @@ def _graph_time(call: Callable[[], object], repeats: int = 20) -> float:
 
 
 class _Program:
-    """A random decoder that counts on greedily, in both forms."""
+    """A random decoder that counts on greedily, in both forms. With `capture_layer` it keeps what it is shown of that layer."""
 
     eos_ids: frozenset[int] = frozenset()
     suppressed_ids: torch.Tensor | None = None
-    capture_layer: int | None = None
     max_length = 256
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, capture_layer: int | None = None) -> None:
+        self.capture_layer = capture_layer
+        self.captured: dict[int, list[torch.Tensor]] = {}
         config = _config(4, 2, 16, layers=3, experts=experts)
         generator = torch.Generator().manual_seed(5)
         with torch.device("meta"):
@@ -214,7 +216,9 @@ class _Program:
         return F.linear(hidden, self.head).float()
 
     def computed(self, row: Row, start: int, captured: torch.Tensor) -> None:
-        raise AssertionError("nothing is captured")
+        parts = self.captured.setdefault(row.request.id, [])
+        assert start == sum(map(len, parts)), "every position once, in order"
+        parts.append(captured.clone())
 
     def sampled(self, rows: Sequence[Row], tokens: Sequence[int], hidden: torch.Tensor) -> None:
         for row, token in zip(rows, tokens, strict=True):
@@ -222,6 +226,9 @@ class _Program:
                 row.append_text(token_ids=[token])
             else:
                 row.finish({str(index): number for index, number in enumerate(row.output_ids)})
+
+    def prepared(self, row: Row) -> None:
+        raise AssertionError("nothing is prepared here")
 
     def graph_prepare(self, max_batch: int) -> None:
         pass
@@ -249,26 +256,66 @@ def _decode(attention: str, experts: int) -> str:
     for piece in (16, 512):
         tokens = {}
         for graphs in ("off", "plain", "auto"):
-            tokens[graphs], times[graphs] = _serve(program, graphs=graphs, attention=attention, max_prefill_tokens=piece)
+            stage = _stage(program, graphs=graphs, attention=attention, max_prefill_tokens=piece)
+            tokens[graphs], times[graphs] = _serve(stage, _id_prompts())
+        assert all(len(set(row)) > 2 for row in tokens["off"].values())
         for graphs in ("plain", "auto"):
             assert tokens[graphs] == tokens["off"], f"pieces of {piece}: graphs = {graphs!r} gives other tokens"
     return "ms a step: " + ", ".join(f"{graphs} {spent * 1e3:.2f}" for graphs, spent in times.items())
 
 
-def _serve(program: _Program, **options: object) -> tuple[dict[int, list[int]], float]:
+def _kept(attention: str) -> str:
+    """12 conversations of three turns: tokens and captured layer as without kept blocks, however the rest is computed."""
+    answers: dict[str, list[dict[int, list[int]]]] = {}
+    layers: dict[str, list[torch.Tensor]] = {}
+    words = []
+    for graphs in ("fresh", "off", "plain", "auto"):
+        program = _Program(8, capture_layer=2)
+        how = {"graphs": "off", "prefix_cache": False} if graphs == "fresh" else {"graphs": graphs, "attention": attention}
+        stage = _stage(program, kv_blocks=600, **how)
+        history, answers[graphs], layers[graphs] = _id_prompts(most=8), [], []
+        for turn in range(3):
+            program.captured.clear()
+            answer, _ = _serve(stage, history, tokens=32)
+            answers[graphs].append(answer)
+            layers[graphs] += [torch.cat(program.captured[number]) for number in sorted(history)]
+            history = {number: [*ids, *answer[number], turn, number] for number, ids in history.items()}
+        stats = stage.stats()
+        assert bool(stats.prompt_cached) == (graphs != "fresh") and not stats.kv_blocks_used
+        assert answers[graphs] == answers["fresh"], f"graphs = {graphs!r} gives other tokens"
+        errors = [float((one - wanted).abs().max()) for one, wanted in zip(layers[graphs], layers["fresh"], strict=True)]
+        assert max(errors) <= 1e-3, f"graphs = {graphs!r}: the captured layer is off by {max(errors):.1e}"
+        words.append(f"{graphs}: {stats.prompt_computed} computed, {stats.prompt_cached} kept, error {max(errors):.0e}")
+    return "; ".join(words)
+
+
+def _id_prompts(*, most: int = 9) -> dict[int, list[int]]:
+    """12 prompts of 1, 1 + most, … ids."""
+    return {
+        number: torch.randint(0, 32, (1 + most * number,), generator=torch.Generator().manual_seed(number)).tolist()
+        for number in range(12)
+    }
+
+
+def _stage(program: _Program, **options: object) -> ARStage:
     stage = ARStage(program)
     stage.load(
         StageContext(
             stage="check",
             pipeline=None,  # type: ignore[arg-type]
             model_path="",
-            device="cuda",
-            config=StageConfig(devices=("cuda",), max_batch=12, options={"kv_blocks": 256, **options}),
+            device=str(CUDA),
+            config=StageConfig(devices=(str(CUDA),), max_batch=12, options={"kv_blocks": 256, **options}),
             edges={},
             progress=lambda fraction, what: None,
         )
     )
-    tokens: dict[int, list[int]] = {}
+    return stage
+
+
+def _serve(stage: ARStage, prompts: dict[int, list[int]], *, tokens: int = 64) -> tuple[dict[int, list[int]], float]:
+    """The rows begin at different steps → their tokens, and seconds a step."""
+    made: dict[int, list[int]] = {}
     steps, begin = 0, time.perf_counter()
     while stage.has_work() or steps < 40:
         if steps < 36 and steps % 3 == 0:
@@ -277,17 +324,16 @@ def _serve(program: _Program, **options: object) -> tuple[dict[int, list[int]], 
                 StageRequest(
                     id=number,
                     options=RequestOptions(),
-                    sampling=SamplingParams(max_tokens=64, temperature=0.0),
+                    sampling=SamplingParams(max_tokens=tokens, temperature=0.0),
                     inputs=(),
                     outputs=(),
                     deadline=1e9,
                 )
             )
-            ids = torch.randint(0, 32, (1 + 9 * number,), generator=torch.Generator().manual_seed(number)).tolist()
-            stage.feed(number, Chunk("in", PromptIds(tuple(ids)), {}, True))
+            stage.feed(number, Chunk("in", PromptIds(tuple(prompts[number])), {}, True))
         for emission in stage.step():
             assert not isinstance(emission, StageError), emission
-            tokens[emission.request_id] = [emission.usage[str(index)] for index in range(64)]  # type: ignore[union-attr]
+            made[emission.request_id] = [emission.usage[str(index)] for index in range(tokens)]  # type: ignore[union-attr]
         steps += 1
-    assert len(tokens) == 12 and all(len(set(row)) > 2 for row in tokens.values())
-    return tokens, (time.perf_counter() - begin) / steps
+    assert len(made) == 12
+    return made, (time.perf_counter() - begin) / steps
