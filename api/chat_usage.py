@@ -18,10 +18,12 @@ def openai_usage(usage: Mapping[str, Mapping[str, int]], text_stage: str) -> dic
     """Text tokens are the text stage's. Audio tokens are codec frames; stages in a row count the same ones, so the most any counted."""
     text = usage.get(text_stage, {})
     prompt, completion = text.get("prompt_tokens", 0), text.get("completion_tokens", 0)
+    cached = text.get("cached_tokens", 0)
     frames = max((figures.get("frames", 0) for stage, figures in usage.items() if stage != text_stage), default=0)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"audio_tokens": frames},
     }

@@ -51,6 +51,7 @@ async def test_stream_usage_comes_last_and_without_choices(server: Any) -> None:
         "prompt_tokens": 7,
         "completion_tokens": 2,
         "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 4},
         "completion_tokens_details": {"audio_tokens": 3},
         "omni_bus": {"first_chunk_ms": {"thinker->client": 12.3, "vocoder->client": 45.6}},
     }

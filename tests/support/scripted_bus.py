@@ -34,7 +34,11 @@ def heard(words: str) -> StreamItem:
 FOREVER = object()  # in a script: nothing more ever comes
 Script = Sequence[StreamItem | Exception | object]
 GOOD: Script = (text("Hello"), audio(), text(" world"), text("", "stop"), audio(), audio(b"", last=True))
-USAGE = {"thinker": {"prompt_tokens": 7, "completion_tokens": 2}, "talker": {"frames": 3}, "vocoder": {"frames": 3}}
+USAGE = {
+    "thinker": {"prompt_tokens": 7, "cached_tokens": 4, "completion_tokens": 2},
+    "talker": {"frames": 3},
+    "vocoder": {"frames": 3},
+}
 FIRST_CHUNKS = {"thinker->client": 0.0123, "vocoder->client": 0.0456}
 
 
