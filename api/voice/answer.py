@@ -20,7 +20,7 @@ from omni_bus.payloads import AudioDelta
 
 
 class Enough(Exception):
-    """All of an answer has come that anybody wants, but the stages go on speaking."""
+    """Nobody wants more of this answer, though the stages may go on."""
 
 
 class Answer:
@@ -48,6 +48,11 @@ class Answer:
         self._audio: collections.deque[BusItem] = collections.deque()
         self._audio_ended = self._text_ended = False
         self._more = asyncio.Event()  # audio, or leave to send it, or its end
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Nothing more is told from now on. A task that is cancelled may still take a step before it hears of it."""
+        self._stopped = True
 
     # ---- text
 
@@ -64,6 +69,8 @@ class Answer:
             self._piece(piece)
 
     def _piece(self, piece: Piece) -> None:
+        if self._stopped:
+            raise Enough
         if self._later:
             self._later.append(piece)
             return
@@ -152,6 +159,8 @@ class Answer:
 
     def sent(self, data: bytes, duration_ms: float, spoken: int | None) -> Item:
         """This much is about to leave: told as a part of the message, which is returned."""
+        if self._stopped:
+            raise Enough
         if self._output.message is None:
             self._open_message()
         message = self._output.message

@@ -127,6 +127,7 @@ class ResponseRun:
         """The session is gone: as `cancel`, and nobody is told."""
         if self.status == "in_progress":
             self.status = "cancelled"
+            self._answer.stop()
             self._services.metrics.response_ended("cancelled")
             assert self._task is not None
             self._task.cancel()
@@ -232,6 +233,7 @@ class ResponseRun:
         if self._output.message is not None and status == "completed":
             self._output.close_message("completed")
         self._output.break_off()
+        self._answer.stop()
         self.status = status
         self._services.metrics.response_ended(status)
         counted: Mapping[str, Mapping[str, int]] = {} if self._stream is None else self._stream.usage
