@@ -228,8 +228,15 @@ class Processor:
         )
         token_ids, user = self._place(token_ids, media, growing=growing)
         content = MediaContent(*(tuple(one.digests for one in kind) for kind in (audios.heard, images, videos)))
-        say = None if chat.say is None else tuple(self.encoder.encode_answer(chat.say))
+        say = None if chat.say is None else tuple(self._given_answer(chat.say))
         return Prepared(ModelInputs(tuple(token_ids), media, content, audios.chunk_width, say), features, user)
+
+    def _given_answer(self, text: str) -> list[int]:
+        token_ids = self.encoder.encode_answer(text)
+        limit = self.config.thinker.text.max_positions - 1
+        if len(token_ids) > limit:
+            raise ModelRefused(f"the text to speak has {len(token_ids)} tokens; the model takes at most {limit}", param="input")
+        return token_ids
 
     def _place(self, token_ids: list[int], media: Media, *, growing: bool) -> tuple[list[int], list[int]]:
         """Placeholders repeated to their media's lengths, and which of the ids the Talker reads. With `growing` the last audio is
