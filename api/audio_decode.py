@@ -8,13 +8,16 @@ no more than the limit's memory.
 from __future__ import annotations
 
 import io
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import av
 from av.audio.resampler import AudioResampler
 from av.container import InputContainer
 
 from omni_bus.errors import TooLarge, UndecodableMedia
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 AudioFormat = Literal["wav", "mp3", "flac", "ogg", "opus", "webm", "m4a", "mp4", "aac", "pcm16"]
 
@@ -38,13 +41,39 @@ def decode_audio(content: bytes | bytearray, pcm16: bool, param: str, max_second
     else:
         container_format, options = _container_format(content, param), {}
     try:
-        with av.open(io.BytesIO(content), "r", format=container_format, options=options) as container:
+        with av.open(_Content(content), "r", format=container_format, options=options) as container:
             samples = _decode(container, param, max_seconds)
     except (av.FFmpegError, ValueError, EOFError):
         raise UndecodableMedia(f"{param}: the audio is damaged or not really {_READABLE}", param=param) from None
     if not samples:
         raise UndecodableMedia(f"{param}: there is no audio in it", param=param)
     return samples
+
+
+class _Content(io.RawIOBase):
+    """A file over bytes that are there already. BytesIO would copy them first, and hold the interpreter, with it the loop, meanwhile."""
+
+    def __init__(self, content: bytes | bytearray) -> None:
+        self._view = memoryview(content)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer).cast("B")
+        piece = self._view[self._at : self._at + len(into)]
+        into[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
 
 
 def _container_format(content: bytes | bytearray, param: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import tracemalloc
 import wave
 from typing import Any
 
@@ -14,6 +15,7 @@ import soundfile
 
 from omni_bus.api.audio_decode import decode_audio
 from omni_bus.api.audio_encode import encode_audio
+from omni_bus.api.wav import wav_header
 from omni_bus.errors import TooLarge, UndecodableMedia
 
 SECONDS = 1.0
@@ -177,3 +179,16 @@ async def test_one_request_may_not_hold_more_audio_than_the_limit(server: Any) -
     status, answer = await server.chat(messages=[{"role": "user", "content": [part, part]}])
     assert (status, answer["error"]["code"]) == (413, "too_large")
     assert answer["error"]["param"] == "messages[0].content[1].input_audio.data"
+
+
+def test_a_large_file_is_not_copied_before_it_is_decoded() -> None:
+    """A copy holds the interpreter, and with it every other request, for as long as it takes."""
+    content = bytearray(wav_header(48_000, 2**25) + bytes(2**25))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge):
+            decode_audio(content, False, "file", max_seconds=1.0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**22
