@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -55,16 +56,26 @@ class RealtimeConnection:
             while True:
                 message = await self._socket.receive()
                 if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
-                    return
+                    break
                 if not await self._receive(message.data, text=message.type is WSMsgType.TEXT):
-                    return
+                    break
         finally:
-            self._timer.stop()
-            await self._session.close()
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
-            if self._closing is not None:
-                await asyncio.gather(self._closing, return_exceptions=True)
+            await self._ended(writing)
+
+    async def _ended(self, writing: asyncio.Task[None]) -> None:
+        """Everything of the session is over. That the connection is lost meanwhile, for which aiohttp cancels us, is what we wait for."""
+        ending = asyncio.create_task(self._end(writing))
+        while not ending.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(ending)
+
+    async def _end(self, writing: asyncio.Task[None]) -> None:
+        self._timer.stop()
+        await self._session.close()
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        if self._closing is not None:
+            await asyncio.gather(self._closing, return_exceptions=True)
 
     async def leave(self, code: int, reason: str) -> None:
         """Close, whether or not the client still takes what it is sent."""
