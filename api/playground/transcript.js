@@ -73,7 +73,7 @@ export class Transcript {
     if (!turn) return;
     if (status === "cancelled") this.#label(turn, "interrupted");
     if (status === "failed") this.#label(turn, "failed");
-    if (status === "incomplete") this.#label(turn, "cut short at the longest allowed");
+    if (status === "incomplete") this.#label(turn, "cut short at the token limit");
     this.#finish(turn);
   }
 

@@ -164,7 +164,7 @@ def test_a_picture_is_shown_sent_and_answered(chrome: Browser, omni_checkpoint: 
         seen.until("() => document.querySelector('.turn.assistant[data-state=done]') !== null", why="an answer")
         seen.until_state("ready")
         assert seen.page.is_hidden("#alert") and seen.page.is_hidden("#chosen")
-        assert seen.page.inner_text(".turn.assistant .who") == "Answer, cut short at the longest allowed"
+        assert seen.page.inner_text(".turn.assistant .who") == "Answer, cut short at the token limit"
     (item,) = [event["item"] for event in seen.sent if event["type"] == "conversation.item.create"]
     image, text = item["content"]
     assert text == {"type": "input_text", "text": "What colour is this?"}
@@ -223,7 +223,7 @@ def test_the_pipeline_is_drawn_with_its_queues_and_replicas(probe: Server, chrom
         seen.until("() => document.querySelectorAll('.stage').length === 3")
         names = seen.page.locator(".stage b").all_inner_texts()
         assert names == ["source", "relay", "sink"]
-        assert seen.page.locator(".stage .load").first.inner_text() == "0 waiting · 0 running"
+        seen.until("() => document.querySelector('.stage .load').textContent === '0 waiting · 0 running'")
         assert seen.page.locator(".replicas li").first.inner_text() == "source.0 · cpu · ready"
         assert seen.page.locator("path.edge").count() == 5
         write(seen, "one two three")
