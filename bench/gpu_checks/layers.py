@@ -104,7 +104,7 @@ TINY = {
 
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "small operators equal their plain forms", small_operators
-    yield "linear layers of few rows", few_rows
+    yield "linear layers of one row", one_row
     yield "routing", routing
     for dtype in (torch.float32, torch.bfloat16):
         for name, config in (("thinker", THINKER), ("talker", TALKER)):
@@ -163,8 +163,8 @@ def small_operators() -> str:
 
 
 @torch.no_grad()
-def few_rows() -> str:
-    """Linear layers with norm, gate, bias and residual on the way, against float32."""
+def one_row() -> str:
+    """Linear layers of a decode step of one row, with norm, gate, bias and residual on the way, against float32."""
     from omni_bus.stages.ar import triton_linear
 
     torch.manual_seed(4)
@@ -172,19 +172,18 @@ def few_rows() -> str:
     worst = {torch.float32: 0.0, torch.bfloat16: 0.0}
     for dtype in worst:
         errors = []
-        for rows in (1, 2, 8, 16, 40, 64):
-            for inputs, outputs in ((2048, 5120), (4096, 2048), (2048, 128), (1024, 3072), (3072, 1024), (40, 24)):
-                x, norm = randn(rows, inputs, dtype=dtype), randn(inputs, dtype=dtype)
-                weight = randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
-                double = randn(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5)
-                bias, residual = randn(outputs, dtype=dtype), randn(rows, outputs, dtype=dtype)
-                normed = ops.rms_norm_plain(x.float(), norm.float(), 1e-6)
-                ours = triton_linear.linear(x, weight, bias=bias, residual=residual)
-                errors.append(close(ours, (linear(x.float(), weight.float(), bias.float()) + residual.float()).to(dtype)))
-                ours = triton_linear.linear(x, weight, norm_weight=norm, eps=1e-6)
-                errors.append(close(ours, linear(normed, weight.float()).to(dtype)))
-                ours = triton_linear.linear(x, double, norm_weight=norm, eps=1e-6, gated=True)
-                errors.append(close(ours, ops.silu_mul_plain(linear(normed, double.float())).to(dtype)))
+        for inputs, outputs in ((2048, 5120), (4096, 2048), (2048, 128), (1024, 3072), (3072, 1024), (40, 24)):
+            x, norm = randn(1, inputs, dtype=dtype), randn(inputs, dtype=dtype)
+            weight = randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+            double = randn(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5)
+            bias, residual = randn(outputs, dtype=dtype), randn(1, outputs, dtype=dtype)
+            normed = ops.rms_norm_plain(x.float(), norm.float(), 1e-6)
+            ours = triton_linear.linear(x, weight, bias=bias, residual=residual)
+            errors.append(close(ours, (linear(x.float(), weight.float(), bias.float()) + residual.float()).to(dtype)))
+            ours = triton_linear.linear(x, weight, norm_weight=norm, eps=1e-6)
+            errors.append(close(ours, linear(normed, weight.float()).to(dtype)))
+            ours = triton_linear.linear(x, double, norm_weight=norm, eps=1e-6, gated=True)
+            errors.append(close(ours, ops.silu_mul_plain(linear(normed, double.float())).to(dtype)))
         worst[dtype] = max(errors)
     return f"largest error: float32 {worst[torch.float32]:.1e}, bfloat16 {worst[torch.bfloat16]:.1e}"
 
@@ -355,25 +354,17 @@ def layer_bytes(config: DecoderConfig, tokens: int) -> float:
 @torch.no_grad()
 def decode_time(config: DecoderConfig, real_layers: int) -> str:
     decoder = make_decoder(config, torch.bfloat16, "cuda")
-    words, bound = [], ops.STEP_ROWS
-    try:
-        for rows in (1, 2, 4, 8, 16, 32, 64):
-            x = randn(rows, config.hidden)
-            positions = torch.arange(rows, device="cuda").expand(3, -1)
-            step = functools.partial(decoder, x, positions, NoAttention())
-            times = {}
-            for form, ops.STEP_ROWS in (("step", 64), ("batch", 0)):
-                times[form] = graph_ms(step) / config.layers
-            ops.STEP_ROWS = bound
-            each = times["step" if rows <= bound else "batch"]
-            rate = layer_bytes(config, rows) / each / 1e9
-            print(
-                f"{rows:>3} rows: step form {times['step'] * 1e3:.1f} us a layer, batch form {times['batch'] * 1e3:.1f}; chosen: "
-                f"{each * real_layers:.2f} ms for {real_layers} layers, {rate:.2f} TB/s of weights"
-            )
-            words.append(f"{rows}: {each * real_layers:.2f} ms, {rate:.1f} TB/s")
-    finally:
-        ops.STEP_ROWS = bound
+    words = []
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        x = randn(rows, config.hidden)
+        positions = torch.arange(rows, device="cuda").expand(3, -1)
+        each = graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers
+        rate = layer_bytes(config, rows) / each / 1e9
+        print(
+            f"{rows:>3} rows: {each * 1e3:.1f} us a layer, {each * real_layers:.2f} ms for {real_layers} layers, "
+            f"{rate:.2f} TB/s of weights"
+        )
+        words.append(f"{rows}: {each * real_layers:.2f} ms, {rate:.1f} TB/s")
     return f"{real_layers} layers; " + "; ".join(words)
 
 

@@ -176,7 +176,7 @@ class DecoderLayer(nn.Module):
     def step(
         self, residual: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attention: Attention, kernels: Kernels
     ) -> torch.Tensor:
-        """The layer for few rows, from hidden states to hidden states."""
+        """The layer for one row on a GPU, from hidden states to hidden states."""
         residual = self.self_attn.step(residual, self.input_layernorm, rotary, attention, kernels)
         return self.mlp.step(residual, self.post_attention_layernorm, kernels)
 

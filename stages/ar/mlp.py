@@ -67,7 +67,7 @@ class DenseMLP(nn.Module):
         return norm.add(self(x, kernels), residual, kernels)
 
     def step(self, residual: torch.Tensor, norm: RMSNorm, kernels: Kernels) -> torch.Tensor:
-        """Few rows [N, hidden] → residual + self(norm(residual)). After `pack`."""
+        """One row [1, hidden] → residual + self(norm(residual)). After `pack`."""
         assert self._gate_up is not None
         inner = norm_linear(residual, norm.weight, norm.eps, self._gate_up, gated=True, kernels=kernels)
         return linear_add(inner, self.down_proj.weight, None, residual, kernels)
@@ -226,7 +226,7 @@ class MoE(nn.Module):
         return out, total
 
     def step(self, residual: torch.Tensor, norm: RMSNorm, kernels: Kernels) -> torch.Tensor:
-        """Few rows [N, hidden] → residual + self(norm(residual)). After `pack`."""
+        """One row [1, hidden] → residual + self(norm(residual)). After `pack`."""
         packed = self._packed
         assert packed is not None
         if (self.shared_expert is not None and not packed.shared) or not use_triton(residual, kernels):
