@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -22,16 +23,16 @@ def text(piece: str, finish_reason: str | None = None) -> StreamItem:
     return StreamItem("thinker->client", payload, {}, finish_reason is not None)
 
 
-def audio(pcm: bytes = PCM_CHUNK, last: bool = False) -> StreamItem:
+def audio(pcm: bytes = PCM_CHUNK, last: bool = False, spoken: int | None = None) -> StreamItem:
     tensors = {"pcm": HostTensor("int16", (len(pcm) // 2,), memoryview(pcm))} if pcm else {}
-    return StreamItem("vocoder->client", AudioDelta(24_000), tensors, last)
+    return StreamItem("vocoder->client", AudioDelta(24_000, spoken), tensors, last)
 
 
-def heard(words: str) -> StreamItem:
-    return StreamItem("ear->client", InputTranscript(words), {}, True)
+def heard(words: str, last: bool = True) -> StreamItem:
+    return StreamItem("ear->client", InputTranscript(words), {}, last)
 
 
-FOREVER = object()  # in a script: nothing more ever comes
+FOREVER = object()  # in a script: nothing more ever comes; an asyncio.Event: the rest comes when it is set
 Script = Sequence[StreamItem | Exception | object]
 GOOD: Script = (text("Hello"), audio(), text(" world"), text("", "stop"), audio(), audio(b"", last=True))
 USAGE = {
@@ -59,6 +60,7 @@ class ScriptedStream:
         self.taken = 0
         self.held: set[str] = set()
         self.used = 0  # items of held edges that were said to be consumed
+        self.moved = asyncio.Event()  # set when an item is taken
         self.ended = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -66,16 +68,26 @@ class ScriptedStream:
         for step in self._script:
             if step is FOREVER:
                 await asyncio.get_running_loop().create_future()
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+                continue
             if isinstance(step, Exception):
                 self.ended.set()
                 raise step
             assert isinstance(step, StreamItem)
             self.taken += 1
+            self.moved.set()
             yield step
             await asyncio.sleep(0)
         self.usage = USAGE
         self.first_chunks = FIRST_CHUNKS
         self.ended.set()
+
+    async def until_taken(self, count: int) -> None:
+        """Until the reader has had so many items."""
+        while self.taken < count:
+            self.moved.clear()
+            await self.moved.wait()
 
     def hold(self, edge: str) -> None:
         self.held.add(edge)
@@ -90,10 +102,12 @@ class ScriptedStream:
 
 
 class ScriptedBus:
-    """Answers every request from `script`; `missing` are stages that are not ready; `submit_error` refuses."""
+    """Answers every request from `script`, or from `scripts` in turn as long as there are any; `missing` are stages that are not
+    ready; `submit_error` refuses."""
 
     def __init__(self) -> None:
         self.script: Script = GOOD
+        self.scripts: collections.deque[Script] = collections.deque()
         self.missing: tuple[str, ...] = ()
         self.submit_error: Exception | None = None
         self.submissions: list[Submission] = []
@@ -115,7 +129,7 @@ class ScriptedBus:
         msgspec.msgpack.encode([options, payload])  # a request that cannot be put on the wire is a fault of the API
         assert isinstance(payload, ChatInput) and last
         self.submissions.append(Submission(options, payload, tensors, deadline_s, label))
-        self.streams.append(ScriptedStream(self.script))
+        self.streams.append(ScriptedStream(self.scripts.popleft() if self.scripts else self.script))
         self.asked.set()
         return self.streams[-1]
 

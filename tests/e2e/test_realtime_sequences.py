@@ -1,0 +1,215 @@
+"""The recorded table of Realtime sequences: what a client does, and exactly which events the server answers with, in which order.
+
+`realtime_sequences.json` holds a situation a table: `server` (a configuration), `steps`, and `events`. All deltas of one output part
+stand as one line with a star, where the first of them came. Steps:
+
+| step | |
+| --- | --- |
+| `["send", {…}]` | an event as it is; `"$user"`, `"$answer"`, `"$call"`, `"$response"` stand for the last id seen of each |
+| `["raw", "text"]`, `["binary", "text"]` | a message as it is |
+| `["session", {…}]` | session.update, and session.updated is waited for |
+| `["user", "text"]` | an item of the user, and its end is waited for |
+| `["respond"]`, `["respond", {…}]` | response.create |
+| `["until", "type"]`, `["until", "type", n]` | the n-th such event since the last wait |
+| `["speak", "words"]` | the words as audio, with 0.3 s of silence in front and 1.2 s behind, faster than they are spoken |
+| `["begin", "words"]` | the same without the silence behind |
+| `["mu_law", "words"]` | the same as G.711 mu-law |
+| `["append", seconds]` | silence |
+| `["quiet_until", "type"]` | silence in real time until the event comes |
+| `["is", {…}]` | the last event waited for has these fields, nested as given |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import pathlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import av
+import numpy
+import pytest
+
+from bench.realtime_socket import Event, RealtimeSocket, connected
+from tests.e2e.conftest import Serve
+from tests.support.cascade import skip_without_packages
+from tests.support.realtime_events import EventChecker
+
+LIMIT_S = 90.0
+TABLE = json.loads((pathlib.Path(__file__).parent / "realtime_sequences.json").read_text())
+MODELS = {"probe": "probe", "quickstart": "cascade"}
+SETS = {
+    "probe": ["stages.source.faults=true", "stages.relay.faults=true"],
+    "quickstart": ["stages.asr.threads=1"],
+}
+SPOKEN = "(response.output_audio_transcript.delta | response.output_audio.delta)*"
+PIECE = 4800  # bytes: 0.1 s of PCM16 at 24 kHz
+
+
+def shown(events: Sequence[Event]) -> list[str]:
+    lines: list[str] = []
+    begun = set()
+    for event in events:
+        kind = event.type
+        if kind.endswith(".delta"):
+            kind = SPOKEN if kind in SPOKEN else f"{kind}*"
+            part = kind, event["item_id"]
+            if part in begun:
+                continue
+            begun.add(part)
+        lines.append(kind)
+    return lines
+
+
+def holds(found: Any, wanted: Any) -> bool:
+    """Whether `found` has what `wanted` names, however much more it has."""
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(key in found and holds(found[key], value) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return isinstance(found, list) and len(found) == len(wanted) and all(map(holds, found, wanted))
+    return bool(found == wanted)
+
+
+@functools.cache
+def speech(words: str) -> bytes:
+    from bench.spoken import spoken
+
+    wav = spoken(words)
+    return b"\0" * 14_400 + wav[wav.index(b"data") + 8 :]
+
+
+SILENCE = b"\0" * 57_600
+
+
+def mu_law(pcm: bytes) -> bytes:
+    """PCM16 at 24 kHz to G.711 at 8 kHz."""
+    frame = av.AudioFrame.from_ndarray(numpy.frombuffer(pcm, "<i2")[None], format="s16", layout="mono")
+    frame.sample_rate = 24_000
+    codec = av.CodecContext.create("pcm_mulaw", "w")
+    codec.sample_rate, codec.format, codec.layout = 8_000, "s16", "mono"
+    resampler = av.AudioResampler("s16", "mono", 8_000)
+    frames = [*resampler.resample(frame), *resampler.resample(None)]
+    return b"".join(bytes(packet) for part in frames for packet in codec.encode(part))
+
+
+class Client:
+    """One situation's client."""
+
+    def __init__(self, socket: RealtimeSocket) -> None:
+        self.socket = socket
+        self.since = 0
+        self.last: Event | None = None
+
+    async def do(self, step: list[Any]) -> None:
+        kind, *arguments = step
+        match kind, arguments:
+            case "send", [event]:
+                event = self.filled(event)
+                await self.socket.send(event.pop("type"), **event)
+            case "raw", [text]:
+                await self.socket.socket.send_str(text)
+            case "binary", [text]:
+                await self.socket.socket.send_bytes(text.encode())
+            case "session", [session]:
+                await self.socket.send("session.update", session={"type": "realtime", **session})
+                await self.until("session.updated")
+            case "user", [text]:
+                item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+                await self.socket.send("conversation.item.create", item=item)
+                await self.until("conversation.item.done")
+            case "respond", []:
+                await self.socket.send("response.create")
+            case "respond", [response]:
+                await self.socket.send("response.create", response=self.filled(response))
+            case "until", [name, *count]:
+                for _ in range(count[0] if count else 1):
+                    await self.until(name)
+            case "begin", [words]:
+                await self.append(speech(words))
+            case "speak", [words]:
+                await self.append(speech(words) + SILENCE)
+            case "mu_law", [words]:
+                await self.append(mu_law(speech(words) + SILENCE))
+            case "append", [seconds]:
+                await self.append(b"\0" * int(48_000 * seconds))
+            case "quiet_until", [name]:
+                quiet = asyncio.create_task(self.quiet())
+                try:
+                    await self.until(name)
+                finally:
+                    quiet.cancel()
+                    await asyncio.gather(quiet, return_exceptions=True)
+            case "is", [fields]:
+                assert self.last is not None and holds(self.last.fields, fields), self.last
+            case _:
+                raise ValueError(step)
+
+    async def until(self, name: str) -> None:
+        self.last = await self.socket.until(name, since=self.since, limit=LIMIT_S)
+        self.since = self.socket.events.index(self.last) + 1
+
+    async def append(self, pcm: bytes) -> None:
+        for start in range(0, len(pcm), PIECE):
+            await self.socket.append(pcm[start : start + PIECE])
+
+    async def quiet(self) -> None:
+        while True:
+            await self.socket.append(b"\0" * PIECE)
+            await asyncio.sleep(0.1)
+
+    def filled(self, value: Any) -> Any:
+        """With ids in place of $user, $answer, $call, $response."""
+        if isinstance(value, dict):
+            return {key: self.filled(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.filled(inner) for inner in value]
+        found = {}
+        for event in self.socket.events:
+            if event.type == "conversation.item.added":
+                item = event["item"]
+                found[{"user": "$user", "assistant": "$answer"}.get(item.get("role"), "$item")] = item["id"]
+                if item["type"] == "function_call":
+                    found["$call"] = item["call_id"]
+            elif event.type == "response.created":
+                found["$response"] = event["response"]["id"]
+        return found.get(value, value) if isinstance(value, str) else value
+
+
+@pytest.fixture(params=sorted(TABLE))
+async def situation(request: pytest.FixtureRequest, shared_server: Serve) -> AsyncIterator[tuple[dict[str, Any], Client]]:
+    case = TABLE[request.param]
+    if case["server"] == "quickstart":
+        skip_without_packages()
+    server = shared_server(f"{case['server']}.toml", sets=SETS[case["server"]])
+    async with connected(server.url, MODELS[case["server"]], check=EventChecker()) as socket:
+        yield case, Client(socket)
+
+
+@pytest.mark.timeout(300)
+async def test_sequence(situation: tuple[dict[str, Any], Client]) -> None:
+    case, client = situation
+    for step in case["steps"]:
+        await client.do(step)
+    assert shown(client.socket.events) == case["events"]
+
+
+def test_the_table_has_every_client_event_and_many_server_events() -> None:
+    sent = {step[1]["type"] for case in TABLE.values() for step in case["steps"] if step[0] == "send"}
+    answered = {kind for case in TABLE.values() for line in case["events"] for kind in line.strip("()*").split(" | ")}
+    assert all(case["events"][0] == "session.created" for case in TABLE.values())
+    assert sent >= {
+        "conversation.item.create",
+        "conversation.item.delete",
+        "conversation.item.retrieve",
+        "conversation.item.truncate",
+        "input_audio_buffer.append",
+        "input_audio_buffer.clear",
+        "input_audio_buffer.commit",
+        "output_audio_buffer.clear",
+        "response.cancel",
+        "response.create",
+        "session.update",
+    }
+    assert len(answered) >= 30
