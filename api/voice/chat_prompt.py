@@ -7,11 +7,14 @@ from typing import Any
 
 import msgspec
 import numpy
+from numpy.typing import NDArray
 
 from omni_bus.api.voice.items import InputAudio, InputImage, InputText, Item, OutputAudio, OutputText, Part
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart, ToolCall
 from omni_bus.wire import HostTensor
 
+SILENCE = 400  # samples at 16 kHz: as many as one frame of a model's features is computed from
+HOP = 160  # samples between frames
 NO_OUTPUT = "(no output)"  # of a call whose output is an empty text: a message must have words
 
 
@@ -119,7 +122,8 @@ class _Prompt:
                     if known or "audio" not in self._accepts:
                         _add_text(parts, transcript or "")
                     elif len(samples):
-                        data = numpy.ascontiguousarray(samples).data.cast("B")
+                        samples = _with_silence(samples)
+                        data = samples.data.cast("B")
                         parts.append(self._medium(MediaPart("audio", len(self.media)), "float32", len(samples), data))
                 case InputImage(content=image):
                     if "image" in self._accepts:
@@ -129,6 +133,13 @@ class _Prompt:
     def _medium(self, part: MediaPart, dtype: str, count: int, data: bytes | bytearray | memoryview) -> MediaPart:
         self.media[f"media{part.index}"] = HostTensor(dtype, (count,), data)
         return part
+
+
+def _with_silence(samples: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
+    """The samples and a moment of silence, to whole hops. What a model's features show of an audio's end then does not depend on
+    which other audio stands in the prompt, so that a stage knows the audio again when the conversation has grown."""
+    count = len(samples) + SILENCE
+    return numpy.pad(samples, (0, SILENCE - count % -HOP))
 
 
 def _add_text(parts: list[TextPart | MediaPart], text: str) -> None:

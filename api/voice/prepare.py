@@ -19,6 +19,7 @@ from omni_bus.errors import OmniBusError
 log = logging.getLogger("omni_bus.api")
 
 WINDOW = 8 * SAMPLE_RATE  # samples that an audio encoder reads apart from all others, from the turn's beginning
+REACH = SAMPLE_RATE // 40  # samples behind a window that its last features are computed from too, and some to spare
 DEADLINE_S = 30.0
 
 
@@ -37,7 +38,8 @@ class Preparer:
         """So much of the turn's audio is there now; 0 where it begins."""
         if not self._services.config.voice_prepare:
             return
-        self._wanted = samples // WINDOW * WINDOW
+        complete = max(0, samples - REACH) // WINDOW
+        self._wanted = complete * WINDOW + REACH if complete else 0
         if self._wanted > self._asked and self._task is None:
             self._task = asyncio.create_task(self._ask())
 

@@ -64,15 +64,23 @@ def test_a_whole_conversation() -> None:
     )
     assert {name: (tensor.dtype, tensor.shape, bytes(tensor.data)) for name, tensor in media.items()} == {
         "media0": ("uint8", (3,), b"png"),
-        "media1": ("float32", (4,), first.tobytes()),
-        "media2": ("float32", (2,), second.tobytes()),
+        "media1": ("float32", (480,), first.tobytes() + bytes(4 * 476)),
+        "media2": ("float32", (480,), second.tobytes() + bytes(4 * 478)),
     }
 
 
 def test_audio_that_is_a_view_of_other_audio_travels_whole() -> None:
     samples = numpy.arange(10, dtype=numpy.float32)[::2]
     _, media = conversation(Item.message("user", [InputAudio(samples)])).to_chat(None, accepts=ALL)
-    assert bytes(media["media0"].data) == samples.tobytes()
+    assert bytes(media["media0"].data)[: samples.nbytes] == samples.tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 79, 80, 81, 159, 160, 161, 240, 16_000])
+def test_audio_ends_in_a_moment_of_silence_and_with_a_whole_hop(count: int) -> None:
+    _, media = conversation(Item.message("user", [InputAudio(numpy.ones(count, numpy.float32))])).to_chat(None, accepts=ALL)
+    sent = numpy.frombuffer(media["media0"].data, numpy.float32)
+    assert len(sent) % 160 == 0 and 400 <= len(sent) - count < 560
+    assert sent[:count].all() and not sent[count:].any()
 
 
 def test_no_instructions_is_no_message() -> None:
