@@ -266,6 +266,53 @@ def test_streams_do_not_touch_each_other(vad: Vad, question: Samples) -> None:
     assert heard == expected
 
 
+def test_each_frame_is_heard_with_the_end_of_the_frame_before(vad: Vad, question: Samples) -> None:
+    """As silero's own code feeds the model: 64 samples of context in front of each 512, the recurrent state handed on."""
+    state = VadState()
+    padded = numpy.concatenate([silence(64 / RATE), question])
+    recurrent = numpy.zeros((2, 1, 128), numpy.float32)
+    for start in range(0, 20 * FRAME, FRAME):
+        feed = {"input": padded[None, start : start + 64 + FRAME], "state": recurrent, "sr": numpy.array(RATE, numpy.int64)}
+        expected, recurrent = vad._session.run(None, feed)
+        assert vad.probability(question[start : start + FRAME], state) == float(expected[0, 0])
+
+
+class ScriptedVad(Vad):
+    """Probabilities as written, one a frame; 0 behind the last."""
+
+    def __init__(self, *probabilities: float) -> None:
+        self._left = list(probabilities)
+
+    def probability(self, frame: Samples, state: VadState) -> float:
+        return self._left.pop(0) if self._left else 0.0
+
+
+def scripted(*probabilities: float, config: TurnDetection = DEFAULT, frames: int = 60) -> list[TurnEvent]:
+    return TurnDetector(config, ScriptedVad(*probabilities)).push(numpy.zeros(frames * FRAME, numpy.float32))
+
+
+BARE = ServerVad(prefix_padding_ms=0, silence_duration_ms=320)  # ten frames
+
+
+def test_one_frame_of_speech_is_no_turn_and_two_in_a_row_are() -> None:
+    assert scripted(0.0, 0.99, 0.0, 0.99, 0.3, 0.99, config=BARE) == []
+    assert scripted(0.0, 0.5, 0.5, config=BARE) == [SpeechStarted(32), SpeechStopped(96 + 320)]
+
+
+def test_a_voice_that_wavers_below_the_threshold_goes_on() -> None:
+    wavering = [0.9, 0.9, *[0.4] * 30, 0.9]
+    assert scripted(*wavering, config=BARE) == [SpeechStarted(0), SpeechStopped(len(wavering) * 32 + 320)]
+    assert scripted(*[0.9, 0.9, *[0.3] * 30, 0.9], config=BARE) == [SpeechStarted(0), SpeechStopped(64 + 320)]
+
+
+def test_silence_that_begins_after_wavering_begins_where_the_wavering_ends() -> None:
+    assert scripted(0.9, 0.9, *[0.4] * 30, config=BARE)[1] == SpeechStopped(31 * 32 + 320)
+
+
+def test_speech_within_the_silence_starts_it_anew() -> None:
+    assert scripted(0.9, 0.9, *[0.0] * 8, 0.9, *[0.0] * 8, 0.9, config=BARE)[1:] == [SpeechStopped(20 * 32 + 320)]
+
+
 def test_loading_imports_neither_torch_nor_the_models_package(vad: Vad) -> None:
     code = (
         "import sys; from omni_bus.api.voice import vad, turns\n"

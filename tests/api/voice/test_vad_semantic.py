@@ -48,7 +48,7 @@ def waited_ms(vad: Vad, speech: Samples, config: TurnDetection, noise: float = 0
     return events[1].audio_end_ms - 500 - len(speech) * 1000 / RATE
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.003])
+@pytest.mark.parametrize("noise", [0.0, 0.005])
 @pytest.mark.parametrize("text", FINISHED)
 def test_a_finished_sentence_is_answered_soon(vad: Vad, text: str, noise: float) -> None:
     for eagerness in EAGERNESS:
@@ -98,6 +98,14 @@ def test_the_rule_alone() -> None:
     half[-RATE // 5 :] *= 10 ** (-8 / 20)  # 8 dB: half way between held and fallen
     assert fallen(half, room) == pytest.approx(0.5, abs=0.1)
     assert silence_needed_ms(half, room, 0.0, "medium") == pytest.approx(2250, abs=400)
+
+
+def test_a_steady_noise_does_not_hide_that_a_voice_falls() -> None:
+    room = silence(0.16)
+    noisy = with_noise(numpy.concatenate([say(FINISHED[0]), room]), 0.02)
+    speech, noise = noisy[: -len(room)], noisy[-len(room) :]
+    assert fallen(speech, noise) > 0.9
+    assert fallen(speech, room) < 0.5  # were the noise taken for the voice
 
 
 def test_loudness_itself_does_not_matter() -> None:
