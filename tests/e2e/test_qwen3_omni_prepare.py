@@ -1,0 +1,155 @@
+"""A turn that was prepared while it was spoken, through a running server: what is left to do, and an answer equal to a fresh server's."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from omni_bus.client import BusClient
+from omni_bus.deployment import RunDir
+from omni_bus.events import RequestOptions
+from omni_bus.payloads import ChatInput, MediaPart, Message, TextDelta, TextPart
+from omni_bus.spec import load_pipeline
+from omni_bus.stages.qwen3_omni.rope_index import audio_tokens
+from omni_bus.wire import HostTensor
+from tests.support.qwen3_omni import chirp, options, picture, png, tensor_of
+from tests.support.running_server import Server, eventually, running
+
+PATIENCE_S = 120.0
+RATE = 16_000
+BLOCK = 16  # positions in a KV block
+PREPARE = RequestOptions(prepare=True)
+ANSWER = options(max_text=16, max_frames=16)
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def servers(omni_checkpoint: pathlib.Path) -> Iterator[tuple[Server, Server]]:
+    """One as it is configured by default, and one that keeps nothing. Code2Wav in float64: equal codes are equal samples."""
+    sets = [
+        f"model.path={omni_checkpoint}",
+        "stages.code2wav.dtype=float64",
+        *(f"stages.{stage}.threads=1" for stage in ("processor", "thinker", "talker", "code2wav")),
+    ]
+    nothing = ["stages.thinker.prefix_cache=false", "stages.thinker.media_cache_mb=0", "stages.processor.media_cache_mb=0"]
+    with running("qwen3_omni_tiny.toml", sets=sets) as usual, running("qwen3_omni_tiny.toml", sets=[*sets, *nothing]) as fresh:
+        yield usual, fresh
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.text = ""
+        self.pcm = b""
+        self.usage: dict[str, dict[str, int]] = {}
+
+    @property
+    def thinker(self) -> dict[str, int]:
+        return self.usage["thinker"]
+
+
+async def ask(server: Server, chat: ChatInput, tensors: Tensors, wanted: RequestOptions) -> Answer:
+    answer = Answer()
+    sent = {
+        name: HostTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+    client = await BusClient.connect(RunDir(server.run_dir).broker, load_pipeline("qwen3_omni"), timeout_s=PATIENCE_S)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            stream = await client.submit(options=wanted, payload=chat, tensors=sent, deadline_s=PATIENCE_S)
+            async with stream:
+                async for item in stream:
+                    if isinstance(item.payload, TextDelta):
+                        answer.text += item.payload.text
+                    answer.pcm += b"".join(bytes(tensor.data) for tensor in item.tensors.values())
+            answer.usage = {stage: dict(usage) for stage, usage in stream.usage.items()}
+    finally:
+        await client.close()
+    return answer
+
+
+def spoken(seconds: float, seed: int) -> np.ndarray:
+    """Loudest at its beginning, so that what follows moves no floor of its features; a moment of silence at its end."""
+    audio = chirp(seconds, seed)[: int(seconds * 100) * 160]
+    audio[: RATE // 4] *= 2.2
+    return np.concatenate([audio, np.zeros(480, np.float32)])
+
+
+async def test_a_prepared_turn_has_its_tail_left_to_do_and_the_answer_of_a_fresh_server(servers: tuple[Server, Server]) -> None:
+    """History: a spoken turn, its answer and a picture. Then 20 s of speech, prepared at its beginning, at 8 s and at 16 s."""
+    usual, fresh = servers
+    first, whole = spoken(3, 31), spoken(20, 32)
+    history = (
+        Message("user", (MediaPart("audio", 0),)),
+        Message("assistant", (TextPart("I hear you."),)),
+        Message("user", (MediaPart("image", 1), TextPart("Look."))),
+        Message("assistant", (TextPart("A wall."),)),
+    )
+    chat = ChatInput((*history, Message("user", (MediaPart("audio", 2),))))
+    kept = {"media0": torch.from_numpy(first), "media1": tensor_of(png(picture(64, 96, 5)))}
+
+    def heard(samples: int) -> Tensors:
+        return {**kept, "media2": torch.from_numpy(whole[:samples])}
+
+    ahead = [
+        await ask(usual, ChatInput(history), kept, PREPARE),
+        await ask(usual, chat, heard(8 * RATE + 400), PREPARE),
+        await ask(usual, chat, heard(16 * RATE + 400), PREPARE),
+    ]
+    answer = await ask(usual, chat, heard(len(whole)), ANSWER)
+    assert [one.text for one in ahead] == [""] * 3 and not any(one.pcm for one in ahead)
+    assert [one.thinker["encoded_parts"] for one in (*ahead, answer)] == [2, 1, 1, 1]
+
+    def computed(one: Answer) -> int:
+        return one.thinker["prompt_tokens"] - one.thinker["cached_tokens"]
+
+    window, tail = 104, audio_tokens(whole[16 * RATE :].size // 160)
+    assert computed(ahead[1]) < window + 2 * BLOCK and computed(ahead[2]) < window + BLOCK + 1
+    assert computed(answer) <= tail + BLOCK + 8, "the tail, what the template puts behind it, and a block begun before"
+    alone = await ask(fresh, chat, heard(len(whole)), ANSWER)
+    assert alone.thinker["encoded_parts"] == 5 and "cached_tokens" not in alone.thinker
+    assert (answer.text, answer.pcm) == (alone.text, alone.pcm) and len(answer.pcm) > 1920 * 2
+
+
+async def test_the_turn_after_it_computes_what_is_new(servers: tuple[Server, Server]) -> None:
+    usual, fresh = servers
+    messages: tuple[Message, ...] = ()
+    tensors: Tensors = {}
+    last = 0
+    for number, seconds in enumerate((2, 4, 3)):
+        tensors[f"media{number}"] = torch.from_numpy(spoken(seconds, 40 + number))
+        messages = (*messages, Message("user", (MediaPart("audio", number),)))
+        answer = await ask(usual, ChatInput(messages), tensors, ANSWER)
+        new = answer.thinker["prompt_tokens"] - last
+        assert answer.thinker["prompt_tokens"] - answer.thinker["cached_tokens"] <= new + BLOCK
+        assert answer.thinker["encoded_parts"] == 1
+        alone = await ask(fresh, ChatInput(messages), tensors, ANSWER)
+        assert (answer.text, answer.pcm) == (alone.text, alone.pcm) and alone.thinker["encoded_parts"] == number + 1
+        messages = (*messages, Message("assistant", (TextPart(f"Answer {number}."),)))
+        last = answer.thinker["prompt_tokens"]
+
+
+async def test_given_words_are_spoken_word_for_word(servers: tuple[Server, Server]) -> None:
+    words = "Good evening, Zoë. It is 7 o'clock."
+    chat = ChatInput((Message("user", (TextPart("Read it to me."),)),), say=words)
+    answers = [await ask(server, chat, {}, ANSWER) for server in (*servers, servers[0])]
+    assert [answer.text for answer in answers] == [words] * 3
+    assert len({answer.pcm for answer in answers}) == 1 and len(answers[0].pcm) > 1920 * 2
+    other = await ask(servers[0], msgspec.structs.replace(chat, say="No."), {}, ANSWER)
+    assert other.text == "No." and other.pcm != answers[0].pcm
+
+
+def test_nothing_is_held_afterwards(servers: tuple[Server, Server]) -> None:
+    def free(server: Server) -> bool:
+        loads = [replica["load"] for stage in server.get("/v1/status")["stages"] for replica in stage["replicas"]]
+        held = ("kv_blocks_used", "slots_used", "segments_used", "held")
+        return len(loads) == 4 and not any(load is None or any(load[name] for name in held) for load in loads)
+
+    for server in servers:
+        eventually(lambda server=server: free(server), 30, "a heartbeat of every stage that says nothing is held")  # type: ignore[misc]
