@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -139,6 +140,7 @@ async def measure(arguments: argparse.Namespace, server: MeasuredServer, end: fl
     """All passes, until `end` (time.monotonic). What fails is noted, and the next one tried."""
     url = server.address
     load = load_of(arguments, url, await first_model(url))
+    begins = itertools.count(0, 100_000)  # no pass has the prompts of another: nothing of it may be cached
     for concurrency in arguments.concurrency:
         count = max(3 * concurrency, 6)
         for number in range(arguments.warmups + 1):
@@ -150,8 +152,7 @@ async def measure(arguments: argparse.Namespace, server: MeasuredServer, end: fl
             before = await steps(url)
             try:
                 async with asyncio.timeout(left):
-                    # Other prompts than those of the pass that counts: nothing of it may be cached.
-                    measured, seconds = await closed_loop(load, concurrency, count, first=(number + 1) * 100_000)
+                    measured, seconds = await closed_loop(load, concurrency, count, first=next(begins))
             except TimeoutError:
                 result.problem(f"{name}: not finished when the budget was used up")
                 break

@@ -69,6 +69,7 @@ class Measured:
     first_text_s: float | None = None
     last_text_s: float | None = None
     prompt_tokens: int = 0  # the server's count
+    cached_tokens: int = 0  # of them, not computed for this request; the server's count
     text_tokens: int = 0  # the server's count, else the number of text deltas
     first_chunks_ms: dict[str, float] = dataclasses.field(
         default_factory=dict
@@ -130,6 +131,7 @@ async def one(load: Load, index: int) -> Measured:
         measured.error = str(error)
     measured.end_s = time.perf_counter() - start
     measured.prompt_tokens = int(stream.usage.get("prompt_tokens") or 0)
+    measured.cached_tokens = int((stream.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     measured.first_chunks_ms = (stream.usage.get("omni_bus") or {}).get("first_chunk_ms") or {}
     measured.text_tokens = int(stream.usage.get("completion_tokens") or texts)
     if measured.error is None and load.speech and not measured.packets:

@@ -45,6 +45,7 @@ def summarise(
         "audio_s_per_s": sum(one.audio_s for one in good) / seconds,
         "errors": [one.error for one in measured if one.error is not None],
         "prompt_tokens": percentile([one.prompt_tokens for one in good], 50) if good else 0,
+        "cached_tokens": percentile([one.cached_tokens for one in good], 50) if good else 0,
         "first_chunk_ms": first_chunks(good),
         "figures": {
             name: {f"p{percent}": round(percentile(values, percent), 4) for percent in PERCENTILES}
@@ -125,6 +126,8 @@ def report(summary: dict[str, Any]) -> Iterator[str]:
         yield f"  {label + unit:<12}" + "".join(
             f"{value:>10.{digits}f}" for value in (figures[f"p{percent}"] for percent in PERCENTILES)
         )
+    if summary["cached_tokens"]:
+        yield f"  prompt tokens, p50: {summary['prompt_tokens']}, of which the server had {summary['cached_tokens']} from other requests"
     if summary["first_chunk_ms"]:
         edges = ", ".join(f"{edge} {at:.1f}" for edge, at in summary["first_chunk_ms"].items())
         yield f"  first chunk of each edge, p50 ms since the broker had the request: {edges}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
 import os
 import pathlib
 import platform
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import uvloop
@@ -23,6 +25,7 @@ from omni_bus.errors import ConfigError
 from omni_bus.http_client import Refused, base_url, first_model, request
 
 NAME = "bench"
+PASS_NUMBERS = 1_000_000  # more than a pass has requests
 ARRIVING_S = 30.0  # of arrivals, where nobody says how many requests
 EPILOG = """\
 TTFT  request sent -> first text       TTFP  request sent -> first packet that holds a sample of audio
@@ -113,13 +116,14 @@ async def _run(arguments: argparse.Namespace, baseline: Series | None) -> int:
         seed=arguments.seed,
     )
     passes: list[dict[str, Any]] = []
+    begins = itertools.count(0, PASS_NUMBERS)  # no pass has the prompts of another: a server may have kept what it made of them
     for time in range(1, arguments.repeat + 1):
         if arguments.repeat > 1:
             print(f"pass {time} of {arguments.repeat}", flush=True)
         if arguments.rate:
-            passes = [await _arriving(arguments, load, rate) for rate in arguments.rate]
+            passes = [await _arriving(arguments, load, rate, begins) for rate in arguments.rate]
         else:
-            passes = [await _at_once(arguments, load, concurrency) for concurrency in arguments.concurrency]
+            passes = [await _at_once(arguments, load, concurrency, begins) for concurrency in arguments.concurrency]
     rows = [row(one) for one in passes]
     if baseline is not None:
         print("\n" + markdown([(load.model, rows), (baseline.name, baseline.rows)]))
@@ -132,17 +136,17 @@ async def _run(arguments: argparse.Namespace, baseline: Series | None) -> int:
     return 1 if any(one["errors"] for one in passes) else 0
 
 
-async def _at_once(arguments: argparse.Namespace, load: Load, concurrency: int) -> dict[str, Any]:
+async def _at_once(arguments: argparse.Namespace, load: Load, concurrency: int, begins: Iterator[int]) -> dict[str, Any]:
     count = arguments.requests or max(3 * concurrency, 6)
-    await closed_loop(load, concurrency, concurrency if arguments.warmup is None else arguments.warmup, first=1_000_000)
-    measured, seconds = await closed_loop(load, concurrency, count)
+    await closed_loop(load, concurrency, concurrency if arguments.warmup is None else arguments.warmup, first=next(begins))
+    measured, seconds = await closed_loop(load, concurrency, count, first=next(begins))
     return _told(summarise(concurrency, measured, seconds), measured)
 
 
-async def _arriving(arguments: argparse.Namespace, load: Load, rate: float) -> dict[str, Any]:
+async def _arriving(arguments: argparse.Namespace, load: Load, rate: float, begins: Iterator[int]) -> dict[str, Any]:
     count = arguments.requests or max(math.ceil(rate * ARRIVING_S), 6)
-    await open_loop(load, rate, 6 if arguments.warmup is None else arguments.warmup, first=1_000_000)
-    measured, seconds = await open_loop(load, rate, count)
+    await open_loop(load, rate, 6 if arguments.warmup is None else arguments.warmup, first=next(begins))
+    measured, seconds = await open_loop(load, rate, count, first=next(begins))
     return _told(summarise(None, measured, seconds, rate=rate), measured)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from omni_bus import bench_load
 from omni_bus.bench_load import Load, Measured, open_loop
 from omni_bus.bench_picture import Series, picture
 from omni_bus.bench_report import markdown, report, row, summarise
+from omni_bus.commands import bench
 from omni_bus.commands.bench import read_baseline
 from omni_bus.errors import ConfigError
 
@@ -84,6 +86,33 @@ def test_the_picture_shows_every_point_inside_its_frame() -> None:
     assert all(0 < float(one.attrib["cx"]) < width and 0 < float(one.attrib["cy"]) < height for one in circles)
     heights = [float(one.attrib["cy"]) for one in circles[: len(rows)]]  # TTFP p50 of the first, which rises
     assert heights == sorted(heights, reverse=True)
+
+
+@pytest.mark.parametrize("how", [["--concurrency", "1,4"], ["--rate", "50,90"]])
+async def test_no_prompt_is_sent_twice(monkeypatch: pytest.MonkeyPatch, how: list[str]) -> None:
+    """Whatever the number of passes: a server that keeps prompts would answer the second time from what it has kept."""
+    prompts: list[str] = []
+
+    async def one(load: Load, index: int) -> Measured:
+        prompts.append(load.body(index)["messages"][0]["content"])
+        return measured(0.1)
+
+    async def is_ours(url: str) -> bool:
+        return True
+
+    monkeypatch.setattr(bench_load, "one", one)
+    monkeypatch.setattr(bench, "is_ours", is_ours)
+    parser = argparse.ArgumentParser()
+    bench.arguments(parser)
+    said = parser.parse_args(["http://127.0.0.1:1", "--model", "m", "--repeat", "2", "--requests", "9", *how])
+    assert await bench._run(said, None) == 0
+    assert len(prompts) == len(set(prompts)) >= 2 * 2 * 9
+
+
+def test_what_the_server_had_of_the_prompts_is_said() -> None:
+    cached = [Measured(prompt_tokens=76, cached_tokens=count, end_s=1.0) for count in (0, 64, 64)]
+    assert any("76, of which the server had 64" in line for line in report(summarise(1, cached, 3.0)))
+    assert not any("of which" in line for line in report(summarise(1, [measured(0.1)], 1.0)))
 
 
 async def arrivals(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[float]:
