@@ -19,6 +19,7 @@ from omni_bus.config import load_deployment
 from omni_bus.deployment import Deployment
 from omni_bus.memory import plan
 from omni_bus.spec import load_pipeline
+from omni_bus.stages.ar.fp8 import dequantise
 from omni_bus.stages.contract import Stage, StageContext
 from omni_bus.stages.qwen3_omni import card_lane, checkpoint, fixture
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
@@ -37,8 +38,10 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "a layer of experts from the page cache", experts
     yield "random talker of the real size", functools.partial(random, "talker.", 20)
     yield "random thinker of the real size", functools.partial(random, "thinker.", 30)
+    yield "random thinker of the real size in FP8", functools.partial(random, "thinker.", 30, fp8=True)
     for stage in STAGES:
         yield f"{stage} keeps to its plan", functools.partial(planned, stage)
+    yield "thinker in FP8 keeps to its plan", functools.partial(planned, "thinker", "stages.thinker.weights=fp8")
 
 
 def tiny(dtype: torch.dtype | None, buffer: int) -> str:
@@ -78,13 +81,13 @@ def experts() -> str:
     return f"{size / 1e9:.2f} GB in {taken[0]:.2f} s, again {taken[1]:.2f} s: {size / taken[1] / 1e9:.1f} GB/s"
 
 
-def random(prefix: str, limit: float) -> str:
+def random(prefix: str, limit: float, *, fp8: bool = False) -> str:
     with directory("full", weights=False) as path:
         config = json.loads((path / "config.json").read_text())
         before = free()
         torch.cuda.reset_peak_memory_stats(CARD)
         began = time.perf_counter()
-        source = RandomCheckpoint(path)
+        source = RandomCheckpoint(path, fp8=fp8)
         tensors = source.tensors(prefix, dtype=torch.bfloat16, device=CARD)
         torch.cuda.synchronize()
         taken = time.perf_counter() - began
@@ -97,6 +100,8 @@ def random(prefix: str, limit: float) -> str:
         for name, tensor in tensors.items():
             if name.endswith("experts.gate_up_proj"):
                 hidden = tensor.shape[-1]
+                if fp8:
+                    tensor = dequantise(tensor, tensors[f"{name}_scale"], torch.bfloat16)
                 assert abs(float(tensor.float().std()) * hidden**0.5 - 1) < 0.02, name
                 assert not torch.equal(tensor[0], tensor[1])
             elif name.endswith("layernorm.weight"):
@@ -112,10 +117,10 @@ def random(prefix: str, limit: float) -> str:
     )
 
 
-def planned(name: str) -> str:
-    """The stage as a worker loads it, graphs and all."""
+def planned(name: str, *sets: str) -> str:
+    """The stage as a worker loads it, graphs and all; `sets` as --set takes them."""
     with directory("full", weights=False) as path:
-        deployment, pipeline = placed(path), load_pipeline("qwen3_omni")
+        deployment, pipeline = placed(path, *sets), load_pipeline("qwen3_omni")
         share = next(share for share in plan(deployment, pipeline).shares if share.stage == name)
         reckoned = share.need.weights + share.need.workspace + share.state
         before = free()
@@ -146,9 +151,9 @@ def planned(name: str) -> str:
     return figures
 
 
-def placed(path: pathlib.Path) -> Deployment:
-    sets = [f"model.path={path}", *(f"stages.{stage}.load=random" for stage in STAGES)]
-    return load_deployment(CONFIG, sets=sets, environ={})
+def placed(path: pathlib.Path, *sets: str) -> Deployment:
+    own = [f"model.path={path}", *(f"stages.{stage}.load=random" for stage in STAGES)]
+    return load_deployment(CONFIG, sets=[*own, *sets], environ={})
 
 
 def free() -> int:
