@@ -36,8 +36,10 @@ Decoded = TypeVar("Decoded")
 
 
 class RealtimeConnection:
-    def __init__(self, socket: web.WebSocketResponse, services: VoiceServices, label: str) -> None:
+    def __init__(self, socket: web.WebSocketResponse, abort: Callable[[], None], services: VoiceServices, label: str) -> None:
+        """abort: ends the connection of a client that does not even take its close."""
         self._socket = socket
+        self._abort = abort
         self._services = services
         config = services.config
         self._max_event = config.session_event_mb * 2**20
@@ -83,9 +85,7 @@ class RealtimeConnection:
             async with asyncio.timeout(CLOSE_S):
                 await self._socket.close(code=code, message=reason.encode()[:120])
         except (TimeoutError, ConnectionError):
-            transport = self._socket._req.transport if self._socket._req is not None else None
-            if transport is not None:
-                transport.abort()
+            self._abort()
 
     # ---- out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import ipaddress
 from typing import Protocol
@@ -77,13 +78,18 @@ async def realtime(request: web.Request) -> web.StreamResponse:
             threads=request.app[THREADS],
         )
         label = " ".join(name for name in (request[REQUEST_ID], request[LABEL]) if name)
-        connection = RealtimeConnection(socket, services, label)
+        connection = RealtimeConnection(socket, functools.partial(_abort, request), services, label)
         request.app[CONNECTIONS].add(connection)
         try:
             await connection.serve()
         finally:
             request.app[CONNECTIONS].discard(connection)
     return socket
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 async def close_all(app: web.Application) -> None:
