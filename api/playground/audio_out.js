@@ -2,6 +2,10 @@
 
 import { RATE } from "./pcm.js";
 
+const INSECURE =
+  "A browser plays and hears sound only on a secure page: open this one by https, or on the server's own machine. " +
+  "Or choose “Text only” as the answer in the settings, and write.";
+
 export class Player {
   /** `onState({played, audible, queued})`, in samples: several times a second while something plays, and when it ends. */
   constructor(onState) {
@@ -14,14 +18,20 @@ export class Player {
     this.queued = 0;
   }
 
-  /** Must first be called while a key or button is pressed: browsers let a page sound only then. */
+  /** Raises an Error with words for the user. Must first be called while a key or button is pressed: browsers let a page sound only then. */
   async start() {
     this.starting ??= this.#open();
-    await this.starting;
+    try {
+      await this.starting;
+    } catch (error) {
+      this.starting = null;
+      throw error;
+    }
     if (this.context.state !== "running") await this.context.resume();
   }
 
   async #open() {
+    if (!window.isSecureContext) throw new Error(INSECURE);
     this.context = new AudioContext({ sampleRate: RATE, latencyHint: "interactive" });
     await this.context.audioWorklet.addModule(new URL("playback_worklet.js", import.meta.url));
     this.node = new AudioWorkletNode(this.context, "playback", { numberOfInputs: 0, outputChannelCount: [1] });

@@ -56,7 +56,7 @@ export class Dialogue {
 
   /** Text, a picture ({url}: a data URL), or both. */
   async write(text, picture) {
-    await Promise.all([this.player.start(), this.connect()]);
+    await Promise.all([this.#hear(), this.connect()]);
     await this.interrupt();
     const content = [];
     if (picture) content.push({ type: "input_image", image_url: picture.url });
@@ -69,7 +69,7 @@ export class Dialogue {
 
   /** Opens the microphone's gate. Resolves to false where the user has let go before it could open. */
   async talk(still = () => true) {
-    await Promise.all([this.player.start(), this.microphone.open(), this.connect()]);
+    await Promise.all([this.#hear(), this.microphone.open(), this.connect()]);
     if (!still()) return false;
     this.sent = 0;
     this.talking = true;
@@ -128,6 +128,10 @@ export class Dialogue {
     await this.player.flush();
     this.realtime.close();
     this.transcript.clear();
+  }
+
+  async #hear() {
+    if (this.settings.speaks) await this.player.start();
   }
 
   #answer() {

@@ -29,7 +29,6 @@ _POLICY = "; ".join(
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
     "Cache-Control": "no-cache",  # asked for again each time, and answered by 304 while nothing has changed
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
 }
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}

@@ -31,6 +31,7 @@ export class Pipeline {
       this.note.textContent = "";
     } catch (error) {
       this.note.textContent = error.message;
+      if (error.status === 401) return; // until there is another key
     }
     if (this.timer === mine) this.timer = setTimeout(() => this.poll(), POLL_MS);
   }

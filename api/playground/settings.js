@@ -28,9 +28,8 @@ export class Settings {
 
   /** Fields that say something now; and of sliders, their values. */
   show() {
-    const { fields } = this;
+    const { fields, speaks } = this;
     for (const output of this.form.querySelectorAll("output")) output.value = fields[output.htmlFor.value].value;
-    const speaks = fields.output.value === "audio";
     fields.speed.disabled = !speaks;
     fields.voice.disabled = !speaks || this.form.dataset.voiced !== undefined;
     const silence = fields.detection.value === "server_vad";
@@ -46,6 +45,11 @@ export class Settings {
     this.show();
   }
 
+  /** Whether answers are to be heard. */
+  get speaks() {
+    return this.fields.output.value === "audio";
+  }
+
   get handsFree() {
     return document.querySelector("input[name=mode]:checked").value === "free";
   }
@@ -56,8 +60,7 @@ export class Settings {
   }
 
   session() {
-    const { fields } = this;
-    const speaks = fields.output.value === "audio";
+    const { fields, speaks } = this;
     const session = {
       type: "realtime",
       output_modalities: [fields.output.value],

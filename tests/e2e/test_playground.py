@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-from tests.support.browser import Visit, browser, visit
+from tests.support.browser import NAME, Visit, browser, visit
 from tests.support.cascade import skip_without_packages
 from tests.support.running_server import Server, running
 
@@ -305,6 +305,49 @@ def test_a_server_that_goes_away_is_told_in_words(serve: Callable[..., Server], 
         write(seen, "three")
         seen.until("() => document.querySelector('#alert p').textContent === 'The server does not answer. Is it running?'")
         assert seen.page.input_value("#text") == "three", "what was not sent is not lost"
+
+
+def test_an_insecure_page_says_so_and_still_writes(
+    serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path
+) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("sk-page\n")
+    server = serve("probe.toml", sets=[f"api.api_keys_file={keys}"])
+    with visit(chrome, f"http://{NAME}:{server.port}", allowed=("401",)) as seen:
+        seen.page.fill("[name=key]", "sk-page")
+        seen.page.press("[name=key]", "Tab")
+        seen.until("() => document.querySelectorAll('.stage').length === 3")
+        write(seen, "one two")
+        seen.until("() => document.querySelector('#alert p').textContent.includes('secure page')")
+        assert seen.page.input_value("#text") == "one two"
+        seen.page.select_option("[name=output]", "text")
+        write(seen, "one two")
+        seen.until_turn("assistant", "two")
+        assert seen.page.is_hidden("#alert")
+
+
+def test_a_name_that_the_server_does_not_know_is_told(probe: Server, chrome: Browser) -> None:
+    """Any site's owner may let a name of theirs point here: without keys, such a page must not talk."""
+    address = f"http://{NAME}:{probe.port}"
+    with visit(chrome, address, allowed=("WebSocket connection", "400")) as seen:
+        seen.until("() => document.querySelectorAll('.stage').length === 3")
+        seen.page.select_option("[name=output]", "text")
+        write(seen, "one two")
+        seen.until(
+            "(address) => document.querySelector('#alert p').textContent.includes(`list ${address} in api.cors_origins`)",
+            address,
+        )
+        seen.until_state("idle")
+
+
+def test_a_microphone_that_is_denied_is_told(quickstart: Server, playwright: Playwright) -> None:
+    with browser(playwright, denies=True) as chrome, visit(chrome, quickstart.url) as seen:
+        seen.until("() => document.querySelector('#model').textContent === 'cascade'")
+        seen.page.hover("#speak")
+        seen.page.mouse.down()
+        seen.until("() => document.querySelector('#alert p').textContent.includes('Allow it in the address bar')")
+        seen.page.mouse.up()
+        assert seen.page.inner_text("#speak-text") == "Hold to talk"
 
 
 # ---- for every user

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, WebSocket
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
+NAME = "omni.test"  # a host's name, as DNS has them: an insecure page, unlike those of localhost
 WAIT_MS = 60_000  # for anything that a server on a busy machine has to do
 
 _VIOLATIONS = """
@@ -38,19 +39,21 @@ async ([argument, limit]) => new Promise((resolve) => {
 
 
 def chromium() -> str:
-    """The executable: `CHROMIUM`, or one of NAMES on the PATH. Without one the test fails, with what to do."""
-    found = os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+    """The executable: `CHROMIUM`, or one of EXECUTABLES on the PATH. Without one the test fails, with what to do."""
+    found = os.environ.get("CHROMIUM") or next((path for name in EXECUTABLES if (path := shutil.which(name))), None)
     if found is None:
         pytest.fail(
-            f"no browser: install Chromium (`make setup-browser`), or set CHROMIUM to its path; looked for {', '.join(NAMES)}"
+            f"no browser: install Chromium (`make setup-browser`), or set CHROMIUM to its path; looked for {', '.join(EXECUTABLES)}"
         )
     return found
 
 
 @contextlib.contextmanager
-def browser(playwright: Playwright, microphone: pathlib.Path | None = None) -> Iterator[Browser]:
-    """Headless. `microphone`: a WAV file, heard once from the moment the microphone is opened; without one, beeps."""
-    arguments = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]
+def browser(playwright: Playwright, microphone: pathlib.Path | None = None, *, denies: bool = False) -> Iterator[Browser]:
+    """Headless; it finds NAME at 127.0.0.1. `microphone`: a WAV file, heard once from the moment the microphone is opened; without one, beeps.
+    `denies`: its user lets no page use the microphone."""
+    permission = "--deny-permission-prompts" if denies else "--use-fake-ui-for-media-stream"
+    arguments = ["--use-fake-device-for-media-stream", permission, f"--host-resolver-rules=MAP {NAME} 127.0.0.1"]
     if microphone is not None:
         arguments.append(f"--use-file-for-fake-audio-capture={microphone}%noloop")
     chrome = playwright.chromium.launch(executable_path=chromium(), args=arguments, timeout=WAIT_MS)
@@ -126,7 +129,7 @@ class Visit:
     def assert_nothing_amiss(self) -> None:
         """No complaint, no violation of the page's policy, and not one request to another origin."""
         assert self.page.evaluate("() => window.violations") == []
-        assert self.complaints == []
+        assert self.complaints == [], self.complaints
         own = urllib.parse.urlsplit(self.url).netloc
         for url in [*self.requests, *self.sockets]:
             parts = urllib.parse.urlsplit(url)
