@@ -16,7 +16,7 @@ from omni_bus.payloads import ChatInput, Message, TextPart
 
 MAX_CHARACTERS = 4096  # of the input, as OpenAI has it, and of the instructions
 FORMATS = {"mp3": "mp3", "opus": "opus", "aac": "aac", "flac": "flac", "wav": "wav", "pcm": "pcm16"}  # theirs → ours
-_READ = "Read the text aloud, word for word."  # what a user would have asked for whom a chat model's speech answers
+_ASKED = "Read the text aloud, word for word."  # what a user asked whom a chat model's speech would answer so
 
 
 class VoiceBody(msgspec.Struct):
@@ -65,9 +65,10 @@ def parse_speech(body: bytes | bytearray, model: ServedModel, timeout_header: st
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise InvalidRequest(f"speed must be a number from {MIN_SPEED:g} to {MAX_SPEED:g}", param="speed")
     name = speech.voice.id if isinstance(speech.voice, VoiceBody) else speech.voice
-    system = (Message("system", (TextPart(speech.instructions),)),) if speech.instructions else ()
+    # What speaks may read the user's turns and no system message: Qwen3-Omni's Talker does.
+    asked = f"{_ASKED} {speech.instructions}" if speech.instructions else _ASKED
     return SpeechRequest(
-        payload=ChatInput((*system, Message("user", (TextPart(_READ),))), say=speech.input),
+        payload=ChatInput((Message("user", (TextPart(asked),)),), say=speech.input),
         options=RequestOptions(
             modalities=("audio",), voice=None if name is None else model.voice(name, "voice"), seed=speech.seed
         ),

@@ -76,9 +76,9 @@ async def test_what_the_bus_is_asked_for(server: Any) -> None:
     server.bus.script = SPOKEN
     await speak(server, input="  Read me.\n", voice={"id": "CHELSIE"}, instructions="Whisper.", seed=7, timeout=9, unheard_of=1)
     asked = server.bus.submissions[0]
-    system, user = asked.payload.messages
-    assert asked.payload == ChatInput((system, user), say="  Read me.\n")
-    assert system == Message("system", (TextPart("Whisper."),)) and user.role == "user"
+    [message] = asked.payload.messages
+    assert asked.payload == ChatInput((message,), say="  Read me.\n")
+    assert message == Message("user", (TextPart("Read the text aloud, word for word. Whisper."),))
     assert asked.options.modalities == ("audio",) and asked.options.voice == "chelsie" and asked.options.seed == 7
     assert 8 < asked.deadline_s <= 9 and asked.tensors == {}
     async with server.http.post(
@@ -86,7 +86,8 @@ async def test_what_the_bus_is_asked_for(server: Any) -> None:
     ) as answer:
         assert answer.status == 200
     asked = server.bus.submissions[1]
-    assert [message.role for message in asked.payload.messages] == ["user"] and asked.options.voice is None
+    assert asked.payload.messages == (Message("user", (TextPart("Read the text aloud, word for word."),)),)
+    assert asked.options.voice is None
     assert 4 < asked.deadline_s <= 5
 
 

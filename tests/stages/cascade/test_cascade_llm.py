@@ -253,3 +253,15 @@ def test_what_functions_return_is_never_a_special_token(llm: Driver) -> None:
     chat = llm.stage.program._chat
     ids = chat.prompt(turns, SYSTEM, (typed,))
     assert (ids.count(chat.start), ids.count(chat.end)) == (4, 3)
+
+
+@pytest.mark.parametrize("modalities", [("text",), ("text", "audio")])
+def test_preparing_makes_no_text_and_closes_what_is_open(llm: Driver, modalities: tuple[str, ...]) -> None:
+    request = llm.open(RequestOptions(modalities=modalities, prepare=True))
+    llm.stage.feed(request, chunk("asr->llm", Prompt((Turn("user", "Prepare for this."),), say="Not this.")))
+    llm.run()
+    usage = llm.finished(request).usage
+    assert usage["completion_tokens"] == 0 and usage["prompt_tokens"] > 10 and text(llm, request) == ""
+    assert [item.payload.text for item in llm.outputs(request, "llm->tts") if isinstance(item.payload, Clause)] == [
+        "" for name in modalities if name == "audio"
+    ]
