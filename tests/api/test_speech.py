@@ -6,6 +6,8 @@ import asyncio
 import base64
 import io
 import json
+import pathlib
+import re
 from typing import Any
 
 import aiohttp
@@ -13,8 +15,9 @@ import numpy
 import pytest
 import soundfile
 
-from omni_bus.api import submission
+from omni_bus.api import submission, transcription_request
 from omni_bus.api.audio_decode import decode_audio
+from omni_bus.api.speech_request import FORMATS, SpeechBody
 from omni_bus.errors import NoReadyReplica, StageFailed
 from omni_bus.payloads import ChatInput, Message, TextPart
 from tests.support.scripted_bus import FOREVER, MODEL, PCM_CHUNK, StreamItem, audio, heard, text
@@ -252,3 +255,14 @@ async def test_a_slow_reader_stalls_the_bus_and_not_the_server(server: Any) -> N
         assert (await speak(server))[0] == 200
         answer.close()
         await stalled.cancelled.wait()
+
+
+def test_the_page_names_every_field_and_format() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "speech.md").read_text()
+    spoken, written = page.split("## `POST /v1/audio/transcriptions`")
+    rows = [row.split("|")[1:3] for row in spoken.splitlines() if row.startswith("| `")]
+    assert {name for fields, _ in rows for name in re.findall(r"`(\w+)`", fields)} == set(SpeechBody.__struct_fields__)
+    [formats] = [meaning for fields, meaning in rows if "`response_format`" in fields]
+    assert [name for name in re.findall(r"`(\w+)`", formats) if name in FORMATS] == list(FORMATS)
+    [formats] = [row for row in written.splitlines() if row.startswith("| `response_format` |")]
+    assert set(re.findall(r"`(\w+)`", formats)) - {"response_format"} == set(transcription_request.FORMATS)
