@@ -128,7 +128,8 @@ class Visit:
 
     def assert_nothing_amiss(self) -> None:
         """No complaint, no violation of the page's policy, and not one request to another origin."""
-        assert self.page.evaluate("() => window.violations") == []
+        violations = self.page.evaluate("() => window.violations")
+        assert violations == [], violations
         assert self.complaints == [], self.complaints
         own = urllib.parse.urlsplit(self.url).netloc
         for url in [*self.requests, *self.sockets]:
