@@ -21,9 +21,10 @@ from omni_bus.api.loop_lag import LoopLag
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
 from omni_bus.api.playground.files import add_page
-from omni_bus.api.realtime.endpoint import add_realtime
+from omni_bus.api.realtime.endpoint import realtime
 from omni_bus.api.request_context import add_headers, in_context
 from omni_bus.api.served import ServedModel
+from omni_bus.api.voice_socket import add_voice_sockets
 from omni_bus.deployment import Deployment
 from omni_bus.spec import PipelineSpec
 
@@ -56,7 +57,8 @@ def create_app(
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/audio/speech", speech.speech)
     app.router.add_post("/v1/audio/transcriptions", transcription.transcriptions)
-    add_realtime(app)
+    app.router.add_get("/v1/realtime", realtime)
+    add_voice_sockets(app)
     add_page(app)
     app.on_response_prepare.append(add_headers)
     app.on_response_prepare.append(add_cors_headers)

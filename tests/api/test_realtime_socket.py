@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from bench.realtime_socket import RealtimeSocket, SocketClosed, connected
+from omni_bus.api import voice_connection
 from omni_bus.api.realtime import connection
-from omni_bus.api.realtime.endpoint import CONNECTIONS, SESSIONS, close_all
+from omni_bus.api.voice_socket import CONNECTIONS, SESSIONS, close_all
 from tests.api.conftest import Server, StartServer
 from tests.support.realtime_events import EventChecker
 from tests.support.scripted_bus import FOREVER, MODEL, audio, text
@@ -215,7 +216,7 @@ async def test_a_client_that_takes_nothing_is_cut_off_when_it_is_sent_away(
     start: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer fills every buffer on the way, and so would the close."""
-    monkeypatch.setattr(connection, "CLOSE_S", 0.3)
+    monkeypatch.setattr(voice_connection, "CLOSE_S", 0.3)
     server = await start(session_idle_s=1.0, voice_lead_s=60.0)
     server.bus.script = (*(text("x" * 60_000) for _ in range(400)), FOREVER)
     reader, writer = await asyncio.open_connection(server.host, server.port, limit=1)
