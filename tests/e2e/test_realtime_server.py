@@ -1,0 +1,184 @@
+"""Realtime sessions on whole servers: interruptions that reach every stage, sockets that go away, a server that stops, a worker that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+
+import aiohttp
+import pytest
+
+from bench.realtime_socket import RealtimeSocket, SocketClosed, connected
+from tests.e2e.conftest import Serve
+from tests.support.cascade import skip_without_packages
+from tests.support.realtime_events import EventChecker
+from tests.support.running_server import Server, eventually
+
+PROBE = ("stages.source.faults=true", "stages.relay.faults=true", "stages.sink.faults=true")
+ENDLESS = "!repeat:3000"
+PATIENCE_S = 60.0
+
+
+async def ask(socket: RealtimeSocket, words: str) -> None:
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": words}]}
+    await socket.send("conversation.item.create", item=item)
+    await socket.send("response.create")
+
+
+def idle(server: Server) -> bool:
+    """No request at the broker, and nothing held in any stage."""
+    status = server.get("/v1/status")
+    loads = [replica["load"] for stage in status["stages"] for replica in stage["replicas"]]
+    return not any(status["requests"].values()) and all(load is not None and not load["running"] for load in loads)
+
+
+def spoken(words: str) -> bytes:
+    from bench.spoken import spoken
+
+    wav = spoken(words)
+    return wav[wav.index(b"data") + 8 :]
+
+
+@pytest.fixture
+def probe(shared_server: Serve) -> Server:
+    return shared_server("probe.toml", sets=PROBE)
+
+
+async def test_a_cancelled_response_leaves_every_stage(probe: Server) -> None:
+    async with connected(probe.url, "probe", check=EventChecker()) as socket:
+        await ask(socket, ENDLESS)
+        await socket.until("response.output_audio.delta")
+        await socket.send("response.cancel")
+        await socket.until("response.done")
+        await asyncio.to_thread(eventually, lambda: idle(probe), PATIENCE_S, "the request is gone")
+        end = socket.count
+        await ask(socket, "well")
+        assert (await socket.until("response.done", since=end))["response"]["status"] == "completed"
+
+
+async def test_audio_leaves_no_earlier_than_its_lead(probe: Server) -> None:
+    """What the client has is never more than two seconds (api.voice_lead_s) ahead of what it can have played."""
+    async with connected(probe.url, "probe", check=EventChecker()) as socket:
+        await ask(socket, "!repeat:60")
+        await socket.until("response.done")
+        deltas = [event for event in socket.events if event.type == "response.output_audio.delta"]
+        sent = 0.0
+        for event in deltas:
+            sent += len(event.pcm) / 48_000
+            assert sent - (event.at - deltas[0].at) <= 2.0 + 0.05, (
+                "50 ms: the first delta took longer to arrive than a later one"
+            )
+        assert sent == pytest.approx(60 * 0.08)
+
+
+async def test_two_hundred_sockets_closed_in_mid_response_leave_no_request(probe: Server) -> None:
+    async def one() -> None:
+        async with connected(probe.url, "probe") as socket:
+            await ask(socket, ENDLESS)
+            await socket.until("response.output_audio.delta")
+
+    for _ in range(8):
+        await asyncio.gather(*(one() for _ in range(25)))
+    await asyncio.to_thread(eventually, lambda: idle(probe), PATIENCE_S, "all requests are gone")
+    async with aiohttp.ClientSession() as http, http.get(f"{probe.url}/metrics") as metrics:
+        assert "omni_bus_voice_sessions 0.0" in await metrics.text()
+
+
+async def test_a_worker_that_dies_fails_its_response_and_the_session_goes_on(serve: Serve) -> None:
+    server = serve("probe.toml", sets=PROBE)
+    async with connected(server.url, "probe", check=EventChecker()) as socket:
+        await ask(socket, "one two three !exit:relay four")
+        response = (await socket.until("response.done"))["response"]
+        assert response["status"] == "failed"
+        assert response["status_details"]["error"]["code"] == "replica_lost"
+        await asyncio.to_thread(eventually, server.ready, PATIENCE_S, "the worker is back")
+        since = socket.count
+        await ask(socket, "well")
+        assert (await socket.until("response.done", since=since))["response"]["status"] == "completed"
+
+
+async def test_a_server_that_stops_says_so_with_1012(serve: Serve) -> None:
+    server = serve("probe.toml", sets=PROBE)
+    async with connected(server.url, "probe", check=EventChecker()) as speaking, connected(server.url, "probe") as silent:
+        await ask(speaking, ENDLESS)
+        await speaking.until("response.output_audio.delta")
+        stopping = asyncio.create_task(asyncio.to_thread(server.stop))
+        for socket in (speaking, silent):
+            with pytest.raises(SocketClosed):
+                await socket.until("nothing that ever comes")
+            assert socket.socket.close_code == 1012
+        await stopping
+
+
+@pytest.mark.timeout(300)
+async def test_an_interruption_reaches_every_stage_and_history_keeps_what_was_heard(shared_server: Serve) -> None:
+    skip_without_packages()
+    server = shared_server("quickstart.toml", sets=["stages.asr.threads=1"])
+    async with connected(server.url, "cascade", check=EventChecker()) as socket:
+        await ask(socket, "Please tell me a long story about a cat and a dog.")
+        answer = (await socket.until("response.output_audio.delta"))["item_id"]
+        heard_ms = 900
+        since = socket.count
+        for start in range(0, len(question := spoken("What is the capital of France?")), 4800):
+            await socket.append(question[start : start + 4800])
+        started = await socket.until("input_audio_buffer.speech_started", since=since)
+        cancelled = await socket.until("response.done", since=since)
+        assert cancelled["response"]["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
+        await socket.send("conversation.item.truncate", item_id=answer, content_index=0, audio_end_ms=heard_ms)
+        await socket.until("conversation.item.truncated")
+        await asyncio.to_thread(eventually, lambda: idle(server), PATIENCE_S, "the story is gone from every stage")
+        behind = [event for event in socket.events if event.at > started.at and event.type == "response.output_audio.delta"]
+        assert not behind, "not a sample after speech_started"
+        await socket.send("conversation.item.retrieve", item_id=answer)
+        kept = (await socket.until("conversation.item.retrieved"))["item"]["content"][0]["transcript"]
+        written = "".join(event["delta"] for event in socket.events if event.type == "response.output_audio_transcript.delta")
+        assert written.startswith(kept) and len(kept) < len(written)
+        assert 1 <= len(kept.split()) <= 6, f"about {heard_ms} ms of words: {kept!r}"
+
+
+@pytest.fixture
+def omni(shared_server: Serve, omni_checkpoint: pathlib.Path) -> Server:
+    return shared_server("qwen3_omni_tiny.toml", sets=[f"model.path={omni_checkpoint}"])
+
+
+@pytest.mark.timeout(300)
+async def test_a_turn_of_qwen3_omni_is_answered_first_and_written_down_behind(omni: Server) -> None:
+    skip_without_packages()
+    session = {
+        "type": "realtime",
+        "max_output_tokens": 12,
+        "sampling": {"talker": {"max_tokens": 20}},
+        "audio": {"input": {"transcription": {"model": "any"}}},
+    }
+    async with connected(omni.url, "qwen3-omni-tiny", check=EventChecker()) as socket:
+        await socket.send("session.update", session=session)
+        await socket.until("session.updated")
+        for start in range(0, len(turn := spoken("What is the capital of France?") + b"\0" * 57_600), 4800):
+            await socket.append(turn[start : start + 4800])
+        response = (await socket.until("response.done"))["response"]
+        assert response["status"] in ("completed", "incomplete"), response
+        written = await socket.until("conversation.item.input_audio_transcription.completed")
+        assert written["item_id"] == (await socket.until("input_audio_buffer.committed"))["item_id"]
+        assert written["usage"]["type"] == "tokens"
+        types = socket.types()
+        first = types.index("response.output_item.added")
+        assert first < types.index("conversation.item.input_audio_transcription.completed")
+        usage = response["usage"]
+        assert usage["output_token_details"]["audio_tokens"] > 0
+        assert usage["input_tokens"] > 0
+    await asyncio.to_thread(eventually, lambda: idle(omni), PATIENCE_S, "nothing is left, what was prepared included")
+
+
+@pytest.mark.timeout(300)
+async def test_a_picture_in_a_conversation(omni: Server) -> None:
+    import base64
+
+    from tests.support.qwen3_omni import picture, png
+
+    url = f"data:image/png;base64,{base64.b64encode(png(picture(64, 64, 0))).decode()}"
+    content = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": url}]
+    async with connected(omni.url, "qwen3-omni-tiny", check=EventChecker()) as socket:
+        await socket.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+        await socket.send("response.create", response={"output_modalities": ["text"], "max_output_tokens": 8})
+        response = (await socket.until("response.done"))["response"]
+        assert response["status"] in ("completed", "incomplete"), response
