@@ -29,6 +29,7 @@ from omni_bus.stages.qwen3_omni.json_fields import Section
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # of the largest value
 SLOTS, FRAMES = 7, 60
+BY_KERNEL = ((8, 1), (2, 4), (32, 1), (8, 4), (4, 8), (32, 8))
 TIMED = ((1, 1), (1, 2), (1, 4), (8, 1), (8, 4), (16, 4), (32, 2), (32, 8), (64, 1), (64, 4), (16, 12), (8, 25))
 
 
@@ -43,6 +44,7 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "real size, bfloat16 against plain operators", _real_size
     yield "time of a step, triton", functools.partial(_times, "triton")
     yield "time of a step, torch", functools.partial(_times, "torch")
+    yield "time of a step by kernel, triton", _times_by_kernel
 
 
 def _ops(kernels: str) -> Ops:
@@ -329,4 +331,30 @@ def _times(kernels: str) -> str:
         name = f"{rows}x{frames}{' fresh' if fresh else ''}"
         lines.append(f"{name}: {median * 1e3:.2f} ms, {rows * frames * 0.08 / median:.0f} audio-s/s")
     print("\n".join(lines), flush=True)
+    return "; ".join(lines)
+
+
+def _times_by_kernel() -> str:
+    """What the device spends a step on, kernel by kernel, at 8, 32 and 256 frames: more frames must not cost more a frame."""
+    most = 64
+    model = FusedCode2Wav(_full(torch.bfloat16), _ops("triton"), slots=most, max_frames=25)
+    shapes = Shapes.captured(max_batch=most, first_frames=1, max_frames=25)
+    decoder = GraphedDecoder(model, shapes, slots=most, device=CUDA, capture=False)
+    lines, turns = [], 5
+    for rows, frames in BY_KERNEL:
+        step = decoder._step(rows, frames, False)
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for _ in range(turns):
+                step()
+            torch.cuda.synchronize()
+        spent = sorted((event.self_device_time_total / turns, event.count / turns, event.key) for event in seen.key_averages())
+        total = sum(us for us, _, _ in spent)
+        assert total > 0, "the profiler saw no kernel"
+        lines.append(f"{rows}x{frames}: {total / 1e3:.2f} ms, {total / (rows * frames):.0f} us a frame")
+        print(lines[-1])
+        for us, count, name in reversed(spent[-12:]):
+            print(f"    {us:>8.1f} us in {count:.0f}: {name[:110]}")
     return "; ".join(lines)
