@@ -76,6 +76,12 @@ class ModelRefused(OmniBusError):
     status = 422
 
 
+class PromptTooLong(ModelRefused):
+    """A prompt that has no room in the model with an answer behind it. A conversation may be asked again without its oldest part."""
+
+    code = "context_length_exceeded"
+
+
 class RateLimited(OmniBusError):
     code = "rate_limit_exceeded"
     status = 429

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, StageFailed
+from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, PromptTooLong, StageFailed
 from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention
 from omni_bus.stages.ar.block_keys import BlockKeys
 from omni_bus.stages.ar.blocks import BlockManager
@@ -200,7 +200,7 @@ class ARStage(WokenByEvents):
         if row.prompt_closed and not row.length and not row.ended:
             raise ModelRefused("the prompt is empty")
         if not row.output_ids and row.length >= limit:
-            raise ModelRefused(f"the prompt has {row.length} positions; prompt and output together may have {limit}")
+            raise PromptTooLong(f"the prompt has {row.length} positions; prompt and output together may have {limit}")
 
     def _release(self, row: Row) -> None:
         scheduler, engine = self._loaded

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Mapping
 import numpy as np
 import torch
 
-from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, StageFailed
+from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, PromptTooLong, StageFailed
 from omni_bus.payloads import ChatInput, MediaPart
 from omni_bus.stages.contract import (
     Chunk,
@@ -266,7 +266,7 @@ class Processor:
     def _check_length(self, tokens: int) -> None:
         limit = self.config.thinker.text.max_positions
         if tokens >= limit:
-            raise ModelRefused(f"the prompt has {tokens} tokens; the model takes at most {limit - 1}", param="messages")
+            raise PromptTooLong(f"the prompt has {tokens} tokens; the model takes at most {limit - 1}", param="messages")
 
     def _images(self, encoded: list[np.ndarray]) -> Generator[None, None, list[Seen]]:
         seen: list[Seen] = []
