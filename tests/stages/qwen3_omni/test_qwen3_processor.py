@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, TooLarge, UndecodableMedia
+from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, PromptTooLong, TooLarge, UndecodableMedia
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart
 from omni_bus.spec import load_pipeline
@@ -112,7 +112,7 @@ REFUSED: list[tuple[str, ChatInput, dict[str, torch.Tensor], type[OmniBusError]]
     ("no part", say(), {}, ModelRefused),
     ("empty text", say(TextPart("")), {}, ModelRefused),
     ("empty turn", ChatInput((Message("user", (TextPart("a"),)), Message("assistant", ()))), {}, ModelRefused),
-    ("too long", say(TextPart("a b " * 4000)), {}, ModelRefused),
+    ("too long", say(TextPart("a b " * 4000)), {}, PromptTooLong),
     ("audio in system", say(MediaPart("audio", 0), TextPart("x"), role="system"), {"media0": AUDIO_TENSOR}, ModelRefused),
     ("image in answer", say(MediaPart("image", 0), role="assistant"), {"media0": IMAGE_TENSOR}, ModelRefused),
     ("media not sent", say(MediaPart("audio", 0)), {}, InvalidRequest),
