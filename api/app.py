@@ -13,6 +13,7 @@ from omni_bus.api.auth import API_KEYS, ApiKeys, require_key
 from omni_bus.api.bus import Bus
 from omni_bus.api.client_limit import LIMIT, ClientLimit, limit_requests
 from omni_bus.api.cors import add_cors_headers, preflight
+from omni_bus.api.duplex.endpoint import duplex
 from omni_bus.api.errors_render import render_errors
 from omni_bus.api.http_log import http_log
 from omni_bus.api.intake import Intake
@@ -58,6 +59,7 @@ def create_app(
     app.router.add_post("/v1/audio/speech", speech.speech)
     app.router.add_post("/v1/audio/transcriptions", transcription.transcriptions)
     app.router.add_get("/v1/realtime", realtime)
+    app.router.add_get("/v1/duplex", duplex)
     add_voice_sockets(app)
     add_page(app)
     app.on_response_prepare.append(add_headers)

@@ -14,7 +14,7 @@ from omni_bus.api.realtime.client_events import ClientEvent, Unreadable, parse_e
 from omni_bus.api.realtime.response_wish import read_wish
 from omni_bus.api.realtime.server_events import SessionShown, render
 from omni_bus.api.realtime.session_object import merge_session, session_to_json
-from omni_bus.api.voice.events import ErrorRaised, SessionEvent
+from omni_bus.api.voice.events import AnswerInterrupted, ErrorRaised, SessionEvent
 from omni_bus.api.voice.item_json import item_from_json
 from omni_bus.api.voice.items import Item
 from omni_bus.api.voice.services import VoiceServices
@@ -39,6 +39,8 @@ class RealtimeConnection(VoiceConnection):
         return render(ErrorRaised(error))
 
     def render(self, event: SessionEvent) -> Iterable[bytes]:
+        if isinstance(event, AnswerInterrupted):
+            return ()  # clients of this protocol conclude it from speech_started
         return (render(event),)
 
     async def carry_out(self, data: bytes, *, text: bool) -> None:

@@ -185,6 +185,14 @@ class ResponseDone(SessionEvent):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AnswerInterrupted(SessionEvent):
+    """A spoken answer that was being given, or heard, counts as heard up to here: what the client has not played of it is void."""
+
+    item_id: str
+    played_ms: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OutputItemAdded(SessionEvent):
     response_id: str
     output_index: int

@@ -1,4 +1,4 @@
-"""Audio on a voice connection: PCM16 at 24 kHz, or G.711 at 8 kHz, to and from what the models take and make. Streaming.
+"""Audio on a voice connection: PCM16 at 24, 16 or 8 kHz, or G.711 at 8 kHz, to and from what the models take and make. Streaming.
 
 Codecs, resampler and tempo are FFmpeg's, through PyAV. Its resampler and codecs give the same samples however a stream is cut.
 """
@@ -18,12 +18,13 @@ from omni_bus.api.tempo import Tempo
 from omni_bus.api.voice.items import SAMPLE_RATE
 from omni_bus.errors import InvalidRequest
 
-AudioFormat = Literal["pcm16", "pcmu", "pcma"]
+AudioFormat = Literal["pcm16", "pcm16_16k", "pcm16_8k", "pcmu", "pcma"]
 
-RATES: dict[AudioFormat, int] = {"pcm16": 24_000, "pcmu": 8_000, "pcma": 8_000}
-SAMPLE_BYTES: dict[AudioFormat, int] = {"pcm16": 2, "pcmu": 1, "pcma": 1}
+RATES: dict[AudioFormat, int] = {"pcm16": 24_000, "pcm16_16k": 16_000, "pcm16_8k": 8_000, "pcmu": 8_000, "pcma": 8_000}
+SAMPLE_BYTES: dict[AudioFormat, int] = {"pcm16": 2, "pcm16_16k": 2, "pcm16_8k": 2, "pcmu": 1, "pcma": 1}
 MIN_SPEED, MAX_SPEED = 0.25, 1.5
 
+# By their names in the Realtime protocol, which has PCM at one rate only.
 _TYPES: dict[AudioFormat, str] = {"pcm16": "audio/pcm", "pcmu": "audio/pcmu", "pcma": "audio/pcma"}
 _CODECS: dict[AudioFormat, str] = {"pcmu": "pcm_mulaw", "pcma": "pcm_alaw"}
 _PIECE = 64 * 1024  # samples that go through FFmpeg at a time: bounds what a large push needs
@@ -92,7 +93,7 @@ class OutputAudioEncoder:
         self._format = audio_format
         self._source_rate = source_rate
         self._speed = speed
-        self._as_it_is = audio_format == "pcm16" and source_rate == RATES["pcm16"] and speed == 1.0
+        self._as_it_is = audio_format not in _CODECS and source_rate == RATES[audio_format] and speed == 1.0
         self._rest = b""
         self._start()
 

@@ -15,7 +15,7 @@ class _Answer:
 
 
 class PlaybackClock:
-    """What a client that plays at once and without a break has played. Times are seconds of time.monotonic.
+    """What a client that plays at once and without a break has played, unless it tells what it has. Times are seconds of time.monotonic.
 
     One for all answers of a session: a client queues the next behind the one before.
     """
@@ -38,6 +38,15 @@ class PlaybackClock:
     def sent_ms(self, item_id: str) -> float:
         """Of one of the last answers."""
         return next((answer.sent_ms for answer in self._answers if answer.item_id == item_id), 0.0)
+
+    def played(self, item_id: str, played_ms: float, now: float) -> None:
+        """The client tells how much of an answer it has played by now, which our clock only guesses. One that is not known is ignored."""
+        left = 0.0
+        for answer in reversed(self._answers):
+            if answer.item_id == item_id:
+                self._ends = now + (left + max(0.0, answer.sent_ms - played_ms)) / 1000
+                return
+            left += answer.sent_ms
 
     def cleared(self, now: float) -> None:
         """The client has thrown away what it had not played."""

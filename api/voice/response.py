@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from omni_bus.api.voice.services import VoiceServices
 from omni_bus.api.voice.settings import ResponseWish
 from omni_bus.api.voice.speech import PacedSpeech
 from omni_bus.api.voice.usage import usage_of
-from omni_bus.errors import OmniBusError
+from omni_bus.errors import OmniBusError, PromptTooLong
 from omni_bus.payloads import AudioDelta, InputTranscript, TextDelta
 
 log = logging.getLogger("omni_bus.api")
@@ -44,6 +45,9 @@ class ResponseOwner(Protocol):
 
     def on_heard(self, run: ResponseRun, index: int, text: str) -> None:
         """A recogniser heard this in the `index`-th of the request's audio parts."""
+
+    def on_too_long(self, run: ResponseRun) -> BusRequest | None:
+        """The model has no room for its prompt: a shorter one, if there is any."""
 
     def on_ended(self, run: ResponseRun) -> None:
         """Its end has been told; the request may still be on its way out of the stages."""
@@ -70,7 +74,7 @@ class ResponseRun:
         self.id = f"resp_{secrets.token_hex(12)}"
         self.request = request
         self.status: ResponseStatus = "in_progress"
-        self._wish = wish
+        self.wish = wish
         self._conversation_id = None if conversation is None else conversation_id
         self._clock = clock
         self._outbox = outbox
@@ -81,7 +85,7 @@ class ResponseRun:
         speech = PacedSpeech(
             settings.output_format,
             settings.speed,
-            services.config.voice_lead_s,
+            min(services.config.voice_lead_s, settings.max_lead_s or math.inf),
             lead_s=clock.lead_s,
             tell=self._tell_audio,
             drained=outbox.drained,
@@ -107,7 +111,7 @@ class ResponseRun:
     @property
     def spoken_message(self) -> Item | None:
         """What is being said."""
-        return self._output.message if self._wish.settings.speaks else None
+        return self._output.message if self.wish.settings.speaks else None
 
     def start(self) -> asyncio.Task[None]:
         """The task ends when nothing of the request is left in any stage."""
@@ -144,6 +148,15 @@ class ResponseRun:
                 await self._let_go(self._stream)
 
     async def _ask(self) -> OmniBusError | None:
+        """The request and its answer, with the oldest part of a conversation left out where the model has no room for all of it."""
+        while True:
+            error = await self._ask_once()
+            shorter = self._owner.on_too_long(self) if isinstance(error, PromptTooLong) and not self._had_output else None
+            if shorter is None:
+                return error
+            self.request, self._heard = shorter, 0
+
+    async def _ask_once(self) -> OmniBusError | None:
         """The request and its answer, to the end of what is wanted of it; or what it failed by."""
         error: OmniBusError | None = None
         try:
@@ -221,7 +234,7 @@ class ResponseRun:
             self._services.metrics.failed(error.code)
             self._end("failed", error=error)
             return
-        if not self._wish.settings.speaks:
+        if not self.wish.settings.speaks:
             self._timing.ended()  # a spoken answer lasts as long as it is paced to: that is no figure of the stages
         if self._length:
             self._end("incomplete", "max_output_tokens")
@@ -244,7 +257,7 @@ class ResponseRun:
     def _state(
         self, reason: Reason | None = None, error: OmniBusError | None = None, usage: Usage | None = None
     ) -> ResponseState:
-        settings = self._wish.settings
+        settings = self.wish.settings
         return ResponseState(
             id=self.id,
             status=self.status,
@@ -256,7 +269,7 @@ class ResponseRun:
             voice=settings.voice,
             output_format=settings.output_format,
             max_output_tokens=settings.max_output_tokens,
-            metadata=self._wish.metadata,
+            metadata=self.wish.metadata,
             usage=usage,
         )
 

@@ -50,6 +50,7 @@ class VoiceSession:
         self._conversation = Conversation(limits, evicted=self._evicted)
         self._audio = UserAudio(services, self._outbox, self, settings.input_format, settings.turn_detection)
         self._clock = PlaybackClock()
+        self._left_out: set[str] = set()  # items that no prompt has any more: the model had no room for them
         self._heard_ms: dict[str, float] = {}  # answers that were cut short → how much of them can have been played
         self._run: ResponseRun | None = None  # the conversation's own response
         self._beside: set[ResponseRun] = set()
@@ -111,6 +112,13 @@ class VoiceSession:
         self._preparer.stop()
         self._commit(item_id, samples, answer_follows=False)
 
+    def end_turn(self) -> None:
+        """The user has finished: what is in the buffer becomes an item and is answered, in place of an answer that is still being
+        given. Raises InvalidRequest where there is less than 0.1 s."""
+        item_id, samples = self._audio.commit()
+        self.interrupt("client_cancelled")
+        self._take_turn(item_id, samples, answered=True)
+
     def clear_audio(self) -> None:
         self._audio.clear()
         self._preparer.stop()
@@ -140,13 +148,15 @@ class VoiceSession:
 
     def _answer_turn(self, item_id: str, samples: Samples) -> None:
         detection = self.settings.turn_detection
-        wanted = detection is not None and detection.create_response
-        self._turn_over = time.monotonic() if wanted else None
+        self._take_turn(item_id, samples, answered=detection is not None and detection.create_response)
+
+    def _take_turn(self, item_id: str, samples: Samples, *, answered: bool) -> None:
+        self._turn_over = time.monotonic() if answered else None
         self._preparer.stop()
-        self._commit(item_id, samples, answer_follows=wanted and self._run is None)
-        if wanted and self._run is not None:
+        self._commit(item_id, samples, answer_follows=answered and self._run is None)
+        if answered and self._run is not None:
             self._turn_waits = True
-        elif wanted:
+        elif answered:
             self._respond(ResponseWish(settings=self.settings))
 
     def _commit(self, item_id: str, samples: Samples, *, answer_follows: bool) -> None:
@@ -192,6 +202,7 @@ class VoiceSession:
 
     def _forget(self, item: Item) -> None:
         self._heard_ms.pop(item.id, None)
+        self._left_out.discard(item.id)
         self._transcriber.forget(item)
 
     # ---- responses
@@ -220,6 +231,24 @@ class VoiceSession:
             self._heard_ms.setdefault(message.id, self._clock.sent_ms(message.id))
         run.cancel("client_cancelled")
 
+    def answer_item(self, item: Item) -> None:
+        """Add what the user says by other means than speech, and answer it in place of an answer that is still being given.
+
+        Raises ConversationError.
+        """
+        self.add_item(item)
+        self.interrupt("client_cancelled")
+        self._respond(ResponseWish(settings=self.settings))
+
+    def report_played(self, item_id: str, played_ms: float) -> None:
+        """The client has played so much of an answer: of one that was interrupted, just this counts as heard. Of one that is not
+        known any more, nothing is changed."""
+        played_ms = min(played_ms, self._clock.sent_ms(item_id))
+        if item_id in self._heard_ms:
+            self._heard_ms[item_id] = played_ms
+        else:
+            self._clock.played(item_id, played_ms, time.monotonic())
+
     def clear_output(self) -> None:
         """The client has thrown away what it had not played: what is still being said is cancelled."""
         response_id = None if self._run is None else self._run.id
@@ -229,7 +258,7 @@ class VoiceSession:
     def interrupt(self, reason: Reason) -> None:
         """The user speaks, or wants silence: nothing more is said, and what was not heard does not count as said.
 
-        How much was heard is our clock's guess until the client truncates the answer itself.
+        How much was heard is our clock's guess until the client tells what it has played, or truncates the answer itself.
         """
         now = time.monotonic()
         unheard = self._clock.unheard(now)
@@ -237,8 +266,10 @@ class VoiceSession:
         if message is not None:
             unheard.setdefault(message.id, self._clock.sent_ms(message.id))
         for item_id, played_ms in unheard.items():
+            heard_ms = min(played_ms, self._heard_ms.get(item_id, played_ms))
             if item_id in self._conversation:
-                self._heard_ms[item_id] = min(played_ms, self._heard_ms.get(item_id, played_ms))
+                self._heard_ms[item_id] = heard_ms
+            self._outbox.put(events.AnswerInterrupted(item_id, heard_ms))
         self._clock.cleared(now)
         self._turn_waits = False
         if self._run is not None:
@@ -246,8 +277,7 @@ class VoiceSession:
             self._run.cancel(reason)
 
     def _respond(self, wish: ResponseWish) -> None:
-        items = self._conversation.items if wish.input is None else wish.input
-        request = build_request(items, wish.settings, self._services.model, heard_ms=self._heard_ms)
+        request = self._request(wish)
         run = ResponseRun(
             wish,
             request,
@@ -269,6 +299,23 @@ class VoiceSession:
         task = run.start()
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _request(self, wish: ResponseWish) -> BusRequest:
+        items = self._remembered if wish.input is None else wish.input
+        return build_request(items, wish.settings, self._services.model, heard_ms=self._heard_ms)
+
+    @property
+    def _remembered(self) -> list[Item]:
+        """What prompts are made of."""
+        return [item for item in self._conversation.items if item.id not in self._left_out]
+
+    def on_too_long(self, run: ResponseRun) -> BusRequest | None:
+        """The older half of what was said is left out from now on, so that the next turns need not try again; not what instructs."""
+        said = [item for item in self._remembered if item.role != "system" and item.status != "in_progress"]
+        if run.wish.input is not None or len(said) < 2:
+            return None
+        self._left_out.update(item.id for item in said[: (len(said) + 1) // 2])
+        return self._request(run.wish)
 
     def on_first_output(self, run: ResponseRun) -> None:
         if run is self._run:
@@ -298,7 +345,7 @@ class VoiceSession:
 
     def _build_prepared(self, samples: int) -> BusRequest | None:
         """What the next response would be asked with, if the turn had ended after so many samples."""
-        items = list(self._conversation.items)
+        items = self._remembered
         if samples:
             items.append(Item.message("user", [InputAudio(self._audio.read(samples))]))
         if not items:

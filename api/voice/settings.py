@@ -34,7 +34,10 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionSettings:
-    """speaks: answers with audio and its transcript, else with text alone. tools: as OpenAI's Realtime lists them."""
+    """speaks: answers with audio and its transcript, else with text alone. tools: as OpenAI's Realtime lists them.
+
+    max_lead_s: of audio that a client has room for ahead of its playback; None: as much as the server sends ahead.
+    """
 
     speaks: bool
     instructions: str = ""
@@ -45,6 +48,7 @@ class SessionSettings:
     speed: float = 1.0
     input_format: AudioFormat = "pcm16"
     output_format: AudioFormat = "pcm16"
+    max_lead_s: float | None = None
     turn_detection: TurnDetection | None = None
     transcription: Transcription | None = None
     sampling: Mapping[str, SamplingParams] = dataclasses.field(default_factory=dict)  # by stage

@@ -73,9 +73,10 @@ async def test_a_turn_interrupts_the_answer_at_once(start: StartSession) -> None
     assert (response.status, response.reason) == ("cancelled", "turn_detected")
     second = seen.events.index(seen.of(events.UserSpeechStarted)[1])
     told = seen.names[second + 1 :]
-    assert told == [*("OutputAudioDone", "OutputTranscriptDone", "PartDone", "OutputItemDone", "ItemDone", "ResponseDone")], (
-        "not a sample after the user began to speak"
-    )
+    assert told == [
+        "AnswerInterrupted",
+        *("OutputAudioDone", "OutputTranscriptDone", "PartDone", "OutputItemDone", "ItemDone", "ResponseDone"),
+    ], "not a sample after the user began to speak"
     await asyncio.wait_for(seen.bus.streams[0].cancelled.wait(), 30)
     await hear(seen, silence(1.0))
     await seen.until(events.ResponseCreated, 2)
