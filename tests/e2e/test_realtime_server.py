@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pathlib
 
 import aiohttp
@@ -134,6 +135,23 @@ async def test_an_interruption_reaches_every_stage_and_history_keeps_what_was_he
         written = "".join(event["delta"] for event in socket.events if event.type == "response.output_audio_transcript.delta")
         assert written.startswith(kept) and len(kept) < len(written)
         assert 1 <= len(kept.split()) <= 6, f"about {heard_ms} ms of words: {kept!r}"
+
+
+@pytest.mark.timeout(300)
+async def test_a_conversation_goes_on_beyond_what_its_model_has_room_for(serve: Serve) -> None:
+    """Some 60 positions a turn, and 300 in all."""
+    skip_without_packages()
+    server = serve("quickstart.toml", sets=["stages.llm.max_length=300", "stages.asr.threads=1"])
+    async with connected(server.url, "cascade", check=EventChecker()) as socket:
+        await socket.send("session.update", session={"output_modalities": ["text"], "max_output_tokens": 8})
+        prompts = []
+        for _ in range(8):
+            since = socket.count
+            await ask(socket, "Please count with me: " + " ".join(map(str, range(20))))
+            response = (await socket.until("response.done", since=since))["response"]
+            assert response["status"] in ("completed", "incomplete"), response["status_details"]
+            prompts.append(response["usage"]["input_tokens"])
+    assert max(prompts) < 300 and any(later < earlier for earlier, later in itertools.pairwise(prompts)), prompts
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from omni_bus.api.voice import events
 from omni_bus.api.voice.items import InputText, Item, OutputAudio
 from omni_bus.api.voice.session import MAX_OUT_OF_BAND, ResponseRefused
 from omni_bus.api.voice.settings import NamedTool, ResponseWish
-from omni_bus.errors import InvalidRequest, Overloaded, RateLimited, StageFailed
+from omni_bus.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited, StageFailed
 from omni_bus.payloads import Message, TextPart, ToolCall
 from omni_bus.sampling import SamplingParams
 from tests.api.voice.conftest import Seen, StartSession
@@ -215,6 +215,40 @@ async def test_a_limit_of_tokens_reaches_the_text_stage_and_its_end_is_incomplet
     response = await done(seen)
     assert (response.status, response.reason) == ("incomplete", "max_output_tokens")
     assert seen.bus.submissions[0].options.sampling == {"thinker": SamplingParams(temperature=0.0, max_tokens=2)}
+
+
+async def test_a_conversation_that_is_too_long_for_the_model_loses_its_older_half_in_prompts(start: StartSession) -> None:
+    seen = await start(settings={"speaks": False, "instructions": "Be brief."})
+    first = seen.say("one")
+    seen.session.add_item(Item.message("system", [InputText("Stay.")]))
+    for words in ("two", "three", "four", "five"):
+        seen.say(words)
+    too_long = PromptTooLong("the prompt has 9 positions")
+    seen.bus.scripts.extend([(too_long,), (too_long,)])
+    seen.bus.script = (text("Well", "stop"),)
+    respond(seen)
+    assert (await done(seen)).status == "completed"
+    respond(seen)
+    await done(seen, 2)
+    said = [[part.text for message in sent.payload.messages for part in message.parts] for sent in seen.bus.submissions]  # type: ignore[union-attr]
+    assert said == [
+        ["Be brief.", "one", "Stay.", "two", "three", "four", "five"],
+        ["Be brief.", "Stay.", "four", "five"],
+        ["Be brief.", "Stay.", "five"],
+        ["Be brief.", "Stay.", "five", "Well"],
+    ]
+    assert len(seen.of(events.ResponseCreated)) == 2
+    assert seen.session.get_item(first.id) is first, "the conversation itself keeps it"
+
+
+async def test_a_single_message_that_is_too_long_fails(start: StartSession) -> None:
+    seen = await start()
+    seen.bus.script = (PromptTooLong("the prompt has 9 positions"),)
+    seen.say("one")
+    respond(seen)
+    response = await done(seen)
+    assert response.error is not None and response.error.code == "context_length_exceeded"
+    assert len(seen.bus.submissions) == 1
 
 
 @pytest.mark.parametrize("refused", [True, False], ids=["refused", "in_mid_answer"])
