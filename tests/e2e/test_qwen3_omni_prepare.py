@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from bench.realtime_socket import connected
 from omni_bus.client import BusClient
 from omni_bus.deployment import RunDir
 from omni_bus.events import RequestOptions
@@ -143,6 +146,63 @@ async def test_given_words_are_spoken_word_for_word(servers: tuple[Server, Serve
     assert len({answer.pcm for answer in answers}) == 1 and len(answers[0].pcm) > 1920 * 2
     other = await ask(servers[0], msgspec.structs.replace(chat, say="No."), {}, ANSWER)
     assert other.text == "No." and other.pcm != answers[0].pcm
+
+
+def spoken_pcm(seconds: float, seed: int) -> bytes:
+    """PCM16 at 24 kHz, a noise that is loudest at its beginning."""
+    noise = np.random.default_rng(seed).standard_normal(int(seconds * 24_000)) * 2000
+    noise[: 24_000 // 4] *= 3
+    return noise.clip(-32768, 32767).astype("<i2").tobytes()
+
+
+def prompt_computed(server: Server) -> float:
+    """Prompt positions that the Thinker has computed, as it last said."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    name = "omni_bus_stage_prompt_computed_total{"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and 'stage="thinker"' in line)
+
+
+async def test_a_session_finds_what_was_prepared_while_its_user_spoke(servers: tuple[Server, Server]) -> None:
+    """Over /v1/realtime, through its resampler and buffer. Then a second, longer turn finds the whole first one."""
+    usual, fresh = servers
+    turns = spoken_pcm(20, 50), spoken_pcm(23, 51)
+    texts: dict[str, list[str]] = {}
+    usages: dict[str, list[dict[str, Any]]] = {}
+    for name, server in (("usual", usual), ("fresh", fresh)):
+        texts[name], usages[name] = [], []
+        async with connected(server.url, "qwen3-omni-tiny") as socket:
+            session = {
+                "type": "realtime",
+                "output_modalities": ["text"],
+                "max_output_tokens": 6,
+                "audio": {"input": {"turn_detection": None}},
+            }
+            await socket.send("session.update", session=session)
+            await socket.until("session.updated")
+            for pcm in turns:
+                at = 0
+                for seconds in (9, 17) if name == "usual" else ():
+                    before = prompt_computed(server)
+                    await socket.append(pcm[at : seconds * 48_000])
+                    at = seconds * 48_000
+                    await asyncio.to_thread(
+                        eventually, lambda before=before: prompt_computed(usual) >= before + 104, PATIENCE_S, "it is prepared"
+                    )
+                await socket.append(pcm[at:])
+                since = socket.count
+                await socket.send("input_audio_buffer.commit")
+                await socket.send("response.create")
+                done = await socket.until("response.done", since=since, limit=PATIENCE_S)
+                texts[name].append((await socket.until("response.output_text.done", since=since))["text"])
+                usages[name].append(done["response"]["usage"])
+    assert texts["usual"] == texts["fresh"]
+    left = [usage["input_tokens"] - usage["input_token_details"]["cached_tokens"] for usage in usages["usual"]]
+    tails = [audio_tokens(int(seconds * 100) - 1600) for seconds in (20.1, 23.1)]
+    for computed, tail in zip(left, tails, strict=True):
+        assert computed <= tail + BLOCK + 8, "the tail, what the template puts behind it, and a block begun before"
+    assert all(usage["input_token_details"]["cached_tokens"] == 0 for usage in usages["fresh"])
+    assert [usage["input_tokens"] for usage in usages["usual"]] == [usage["input_tokens"] for usage in usages["fresh"]]
 
 
 def test_nothing_is_held_afterwards(servers: tuple[Server, Server]) -> None:

@@ -142,6 +142,7 @@ BAD_FIELDS: list[tuple[Callable[[Fields], None], str]] = [
     (edit("thinker_config", "vision_config", "out_hidden_size", value=1), "out_hidden_size"),
     (edit("thinker_config", "audio_config", "d_model", value=None), "audio_config.d_model"),
     (edit("thinker_config", "audio_config", "n_window", value=100), "n_window"),
+    (edit("thinker_config", "audio_config", "n_window_infer", value=850), "n_window_infer"),
     (edit("thinker_config", "position_id_per_seconds", value=None), "position_id_per_seconds"),
     (edit(*TALKER_TEXT, "vocab_size", value=3072), "codebook_size + 1024"),
     (edit(*TALKER_TEXT, "num_experts_per_tok", value=99), "num_experts_per_tok"),
