@@ -217,7 +217,8 @@ def page(layers: int, tokens: int) -> Iterator[str]:
         yield ""
         yield (
             "Alone: the layer's input is the true one. In a row: the errors of the layers before it are in its input. Experts changed: "
-            "choices, of eight a token, that the true model did not make, in a row."
+            "choices, of eight a token, that the true model did not make, in a row. Where a choice changed, two scores of the router were "
+            "near each other, and the token's error is many times that of the others."
         )
         yield ""
         yield "| layer | | alone, mean | largest | in a row, mean | largest | experts changed |"
