@@ -291,6 +291,36 @@ async def test_a_client_that_reads_nothing_stalls_its_answer_only(start: StartSe
     assert seen.bus.streams[0].taken == 1002
 
 
+async def test_an_answer_truncated_while_it_is_given_keeps_no_more(start: StartSession) -> None:
+    """Some clients truncate first and cancel then, or not at all."""
+    go = asyncio.Event()
+    seen = await start()
+    seen.bus.script = (text("One two"), audio(TENTH, spoken=3), audio(TENTH, spoken=7), go, text(" three", "stop"))
+    seen.bus.script += (audio(TENTH, spoken=13), audio(b"", last=True))
+    respond(seen)
+    delta = await seen.until(events.OutputAudioDelta, 2)
+    seen.session.truncate_item(delta.item_id, 0, 120)
+    go.set()
+    [item] = (await done(seen)).output
+    assert item.content[0].to_json()["transcript"] == "One"
+    assert seen.session.get_item(item.id).content[0].to_json()["transcript"] == "One"
+
+
+async def test_an_answer_deleted_while_it_is_given_is_gone(start: StartSession) -> None:
+    go = asyncio.Event()
+    seen = await start(settings={"speaks": False})
+    seen.bus.script = (text("One"), go, text(" two", "stop"))
+    respond(seen)
+    delta = await seen.until(events.OutputTextDelta)
+    seen.session.delete_item(delta.item_id)
+    go.set()
+    assert (await done(seen)).status == "completed"
+    assert not seen.of(events.ItemDone) and seen.of(events.ItemDeleted)
+    respond(seen)
+    await done(seen, 2)
+    assert seen.bus.submissions[1].payload.messages == ()
+
+
 # ---- functions
 
 
