@@ -37,6 +37,7 @@ class ThinkerState:
 
     stream: TextStream
     prompt_tokens: int = 0
+    media_tokens: dict[str, int] = dataclasses.field(default_factory=dict)  # of them, by usage's name; a video is images
     placeholders: list[int] = dataclasses.field(default_factory=list)  # positions whose accept-layer rows the Talker wants
     captured: list[torch.Tensor] = dataclasses.field(default_factory=list)  # those rows, as far as they are computed
     started: bool = False  # whether the Talker has had its first chunk
@@ -92,6 +93,9 @@ class ThinkerProgram:
         row.consume(chunk.edge)
         state.prompt_tokens = end = len(prompt.token_ids)
         media = self.config.thinker.media
+        pictures = prompt.token_ids.count(media.image) + prompt.token_ids.count(media.video)
+        counts = {"audio_tokens": prompt.token_ids.count(media.audio), "image_tokens": pictures}
+        state.media_tokens = {kind: count for kind, count in counts.items() if count}
         if TALKER in row.request.outputs:
             state.placeholders = [at for at, token in enumerate(prompt.token_ids) if token in media.placeholders]
         if prompt.say is not None and not row.request.options.prepare:
@@ -181,7 +185,7 @@ class ThinkerProgram:
     def _finish(self, row: Row, completion_tokens: int) -> None:
         state = self._state(row)
         state.drop_media()
-        usage = {"prompt_tokens": state.prompt_tokens, "completion_tokens": completion_tokens}
+        usage = {"prompt_tokens": state.prompt_tokens, **state.media_tokens, "completion_tokens": completion_tokens}
         row.finish(usage if state.encoded_parts is None else {**usage, "encoded_parts": state.encoded_parts})
 
     def _send(self, row: Row, release: Release, *, spoken: tuple[int, ...], finish_reason: FinishReason | None = None) -> None:

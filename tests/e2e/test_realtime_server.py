@@ -183,7 +183,7 @@ async def test_a_turn_of_qwen3_omni_is_answered_first_and_written_down_behind(om
         assert first < types.index("conversation.item.input_audio_transcription.completed")
         usage = response["usage"]
         assert usage["output_token_details"]["audio_tokens"] > 0
-        assert usage["input_tokens"] > 0
+        assert usage["input_token_details"]["audio_tokens"] > 20 and usage["input_token_details"]["text_tokens"] > 0
     await asyncio.to_thread(eventually, lambda: idle(omni), PATIENCE_S, "nothing is left, what was prepared included")
 
 
@@ -200,3 +200,4 @@ async def test_a_picture_in_a_conversation(omni: Server) -> None:
         await socket.send("response.create", response={"output_modalities": ["text"], "max_output_tokens": 8})
         response = (await socket.until("response.done"))["response"]
         assert response["status"] in ("completed", "incomplete"), response
+        assert response["usage"]["input_token_details"]["image_tokens"] > 0
