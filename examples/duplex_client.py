@@ -1,7 +1,4 @@
-"""Says a WAV file (16-bit, mono, 8, 16 or 24 kHz) to a server through /v1/duplex, and saves the answer: see docs/duplex.md.
-
-python examples/duplex_client.py question.wav answer.wav --url http://127.0.0.1:8091
-"""
+"""Says a WAV file (16 bit, mono, 8, 16 or 24 kHz) to a server through /v1/duplex, and saves the answer: see docs/duplex.md."""
 
 import argparse
 import asyncio
@@ -25,16 +22,15 @@ async def speak(socket: aiohttp.ClientWebSocketResponse, pcm: bytes, rate: int) 
 
 async def listen(socket: aiohttp.ClientWebSocketResponse) -> bytes:
     """The audio of the first answer that is given to its end."""
-    heard = {AUDIO: b"", TEXT: b""}
+    heard: dict[int, bytes] = {}
     async for message in socket:
         kind, body = message.data[0], message.data[1:]
-        if kind in heard:
-            heard[kind] += body
+        heard[kind] = heard.get(kind, b"") + body
         event = json.loads(body) if kind == EVENT else {"type": ""}
         if event["type"] == "transcript":
             print("you:", event["text"])
         elif event["type"] == "interrupted":
-            heard = {AUDIO: b"", TEXT: b""}
+            heard.clear()
         elif event["type"] == "error":
             raise SystemExit(event["message"])
         elif event["type"] == "answer_done" and event["status"] != "cancelled":
