@@ -81,6 +81,7 @@ async def test_a_turn_interrupts_the_answer_at_once(start: StartSession) -> None
     await hear(seen, silence(1.0))
     await seen.until(events.ResponseCreated, 2)
     assert seen.metric("omni_bus_voice_interruptions_total") == 1
+    assert seen.metric("omni_bus_voice_cancel_seconds_count") == 1
 
 
 @pytest.mark.parametrize("truncated", [True, False], ids=["the_client_says_how_much", "our_clock_does"])
