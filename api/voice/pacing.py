@@ -44,7 +44,10 @@ class PlaybackClock:
         left = 0.0
         for answer in reversed(self._answers):
             if answer.item_id == item_id:
-                self._ends = now + (left + max(0.0, answer.sent_ms - played_ms)) / 1000
+                rest = max(0.0, answer.sent_ms - played_ms)
+                ends = now + (left + rest) / 1000
+                # Of one that has been played to its end nothing is said of how far the next has come.
+                self._ends = ends if rest or not left else min(self._ends, ends)
                 return
             left += answer.sent_ms
 

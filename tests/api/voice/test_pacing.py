@@ -44,6 +44,28 @@ def test_what_the_client_threw_away_is_not_played() -> None:
     assert clock.sent_ms("a") == 1000
 
 
+def test_the_client_knows_better_what_it_has_played() -> None:
+    clock = PlaybackClock()
+    clock.sent("a", 1000, 10.0)
+    clock.played("a", 100, 10.5)  # it began late
+    assert clock.lead_s(10.5) == pytest.approx(0.9)
+    assert clock.unheard(10.7) == {"a": pytest.approx(300)}
+    clock.played("a", 1000, 10.7)
+    assert clock.lead_s(10.7) == 0.0
+
+
+def test_a_report_counts_what_is_queued_behind() -> None:
+    clock = PlaybackClock()
+    clock.sent("a", 1000, 10.0)
+    clock.sent("b", 500, 10.0)
+    clock.played("a", 400, 10.1)
+    assert clock.lead_s(10.1) == pytest.approx(1.1)
+    clock.played("a", 1000, 11.0)
+    assert clock.lead_s(11.0) == pytest.approx(0.2), "the end of a may be long ago: b is as far as our clock has it"
+    clock.played("nobody's", 0, 11.0)
+    assert clock.lead_s(11.0) == pytest.approx(0.2)
+
+
 def test_only_the_last_answers_are_remembered() -> None:
     clock = PlaybackClock()
     for number in range(10 * KEPT):
