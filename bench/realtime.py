@@ -29,10 +29,10 @@ from bench.realtime_socket import RATE, Event, RealtimeSocket, connected
 from bench.spoken import QUESTION, spoken
 
 SHORT = QUESTION
-LONG = (
-    "I was in town this morning and I met an old friend whom I had not seen for a long time. We talked about the weather, "
-    "about our work and about the children, and then we had a cup of coffee together in a small place by the river. "
-    "He told me that he will move to another country next year. Now tell me, please, what is the capital of France?"
+LONG = (  # one sentence, so that nobody takes a pause for its end
+    "I was in town this morning and met an old friend whom I had not seen for many years and we talked about the weather and "
+    "about our work and about the children and then had a cup of coffee in a small place by the river where he told me that he "
+    "will move to another country next year and so I would like to know what is the capital of France?"
 )
 STORY = "Please tell me a long story about a cat and a dog."
 TURNS_A_SESSION = 4  # so that some turns have a history and some have none
@@ -60,12 +60,12 @@ class Model:
 
 
 def pcm(text: str) -> bytes:
-    """The text as speech: PCM16, mono, 24 kHz, without the voice's own silence at its end."""
+    """The text as speech: PCM16, mono, 24 kHz, without the voice's own silence around it."""
     import numpy
 
     samples = numpy.frombuffer(spoken(text)[44:], "<i2")
     loud = numpy.flatnonzero(numpy.abs(samples.astype(int)) > 500)
-    return samples[: loud[-1] + 1].tobytes()
+    return samples[loud[0] : loud[-1] + 1].tobytes()
 
 
 @contextlib.asynccontextmanager
@@ -108,7 +108,8 @@ async def turn_by_vad(socket: RealtimeSocket, speech: bytes) -> dict[str, float]
         silence.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await silence
-    stopped = next(event for event in socket.events[since:] if event.type == "input_audio_buffer.speech_stopped")
+    stopped, *more = (event for event in socket.events[since:] if event.type == "input_audio_buffer.speech_stopped")
+    assert not more, "the question was taken for more than one"
     return {"end_of_speech": (first.at - end) * 1000, "speech_stopped": (first.at - stopped.at) * 1000} if first else None
 
 

@@ -199,7 +199,8 @@ def test_openai_has_a_turn_with_qwen3_omni(
     serve: Serve, omni_checkpoint: pathlib.Path, say: Callable[[str], pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     """A random checkpoint: what is said makes no sense, but all of it comes, in order, and the turn is transcribed beside it."""
-    server = serve("qwen3_omni_tiny.toml", sets=[f"model.path={omni_checkpoint}", f"model.name={TINY}"])
+    sets = [f"model.path={omni_checkpoint}", f"model.name={TINY}", "stages.talker.sampling.max_tokens=40"]
+    server = serve("qwen3_omni_tiny.toml", sets=sets)
     saw = drive("openai", "turn", server, tmp_path, "--say", say(QUESTION), "--max-tokens", 24, model=TINY)
     transcription = "conversation.item.input_audio_transcription"
     types = saw.server_types("session.", transcription, "response.output_audio.delta", "response.output_audio_transcript.delta")
