@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
 import numpy
 from numpy.typing import NDArray
 
-from omni_bus.api.voice.formats import AudioFormat, InputAudioDecoder
+from omni_bus.api.voice.formats import AudioFormat, InputAudioDecoder, duration_ms
 from omni_bus.api.voice.input_buffer import InputBuffer, to_ms, to_samples
 from omni_bus.api.voice.items import SAMPLE_RATE, new_item_id
 from omni_bus.api.voice.outbox import Outbox
@@ -20,7 +21,8 @@ from omni_bus.api.voice.vad import Vad
 from omni_bus.errors import InvalidRequest, ModelRefused
 
 MIN_COMMIT = SAMPLE_RATE // 10  # samples: less than 0.1 s is not worth an item
-DETECT = SAMPLE_RATE // 10  # samples looked at before others get their turn
+DETECT = SAMPLE_RATE // 10  # samples looked at before others get their turn, and
+DECODE = 64 * 1024  # bytes decoded
 
 Samples = NDArray[numpy.float32]
 
@@ -87,18 +89,29 @@ class UserAudio:
         if not self._heard:
             raise ModelRefused("this model takes no audio", param="audio")
         if self._detection is None:
-            self._keep(self._decoder.push(data))
+            self._check_room(len(data))
+            async for samples in self._decoded(data):
+                self._keep(samples)
             return
         if self._detector is None:
             self._detector = TurnDetector(self._detection, await self._load_vad(), position=self._buffer.position)
-        samples = self._decoder.push(data)
-        for start in range(0, len(samples), DETECT):
+        async for samples in self._decoded(data):
+            for start in range(0, len(samples), DETECT):
+                if start:
+                    await asyncio.sleep(0)
+                if self._closed or self._detector is None:
+                    return
+                self._detect(self._detector, samples[start : start + DETECT].copy())  # a view would keep the whole
+                await self._outbox.drained()
+
+    async def _decoded(self, data: bytes | bytearray | memoryview) -> AsyncIterator[Samples]:
+        """Piece by piece: much audio at once must not hold up other sessions."""
+        for start in range(0, len(data), DECODE):
             if start:
-                await asyncio.sleep(0)  # a long piece must not hold up other sessions
-            if self._closed or self._detector is None:
+                await asyncio.sleep(0)
+            if self._closed:
                 return
-            self._detect(self._detector, samples[start : start + DETECT].copy())  # a view would keep the whole
-            await self._outbox.drained()
+            yield self._decoder.push(data[start : start + DECODE])
 
     def commit(self) -> tuple[str, Samples]:
         """What is in the buffer, and the id of the item it becomes. Raises InvalidRequest where there is less than 0.1 s."""
@@ -132,14 +145,17 @@ class UserAudio:
     async def _load_vad(self) -> Vad:
         return await asyncio.get_running_loop().run_in_executor(self._services.threads, Vad.load)
 
-    def _keep(self, samples: Samples) -> None:
-        """Without turn detection: until the client commits it."""
-        if len(self._buffer) + len(samples) > self._most:
+    def _check_room(self, size: int) -> None:
+        """Without turn detection: before so many bytes are decoded, since a decoder does not forget. Raises InvalidRequest."""
+        if len(self._buffer) + to_samples(duration_ms(self._format, size)) > self._most:
             raise InvalidRequest(
                 f"audio: the buffer holds up to {self._services.config.session_buffer_s:g} s; commit or clear it",
                 param="audio",
                 code="input_audio_buffer_full",
             )
+
+    def _keep(self, samples: Samples) -> None:
+        """Without turn detection: until the client commits it."""
         self._buffer.push(samples)
         self._owner.on_speech(len(self._buffer))
 

@@ -166,6 +166,36 @@ async def test_a_commit_by_hand_ends_the_turn_that_had_begun(start: StartSession
     assert len(seen.of(events.ItemAdded)) == 1
 
 
+@pytest.mark.parametrize("settings", [{"turn_detection": None}, vad()], ids=["by_hand", "by_vad"])
+async def test_much_audio_at_once_does_not_hold_up_others(start: StartSession, settings: dict[str, object]) -> None:
+    seen = await start(settings=settings)
+    await hear(seen, silence(0.1))  # loads what it needs
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    await seen.session.append_audio(silence(60.0))
+    beside.cancel()
+    assert turns > 20
+
+
+async def test_audio_that_is_refused_leaves_no_trace(start: StartSession) -> None:
+    """Not even in the filter of the decoder: behind it a silence is silent."""
+    seen = await start(session_buffer_s=2.0)
+    with pytest.raises(InvalidRequest):
+        await seen.session.append_audio(b"\xff\x7f" * 24_000 * 3)
+    await seen.session.append_audio(bytes(48_000 * 2))  # just fits
+    seen.session.commit_audio()
+    [part] = (await seen.until(events.ItemAdded)).item.content
+    assert isinstance(part, InputAudio)
+    assert not part.pcm16k.any() and part.duration_ms == pytest.approx(2000, abs=1)
+
+
 async def test_audio_committed_by_hand(start: StartSession) -> None:
     seen = await start(session_buffer_s=2.0)
     with pytest.raises(InvalidRequest) as empty:
