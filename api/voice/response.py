@@ -17,6 +17,7 @@ from omni_bus.api.errors_render import internal_error
 from omni_bus.api.timing import AnswerTiming
 from omni_bus.api.voice.answer import Answer, Enough
 from omni_bus.api.voice.conversation import Conversation
+from omni_bus.api.voice.deadline import Deadline
 from omni_bus.api.voice.events import Reason, ResponseCreated, ResponseDone, ResponseState, ResponseStatus, Usage, snapshot
 from omni_bus.api.voice.items import Item
 from omni_bus.api.voice.outbox import Outbox
@@ -27,7 +28,7 @@ from omni_bus.api.voice.services import VoiceServices
 from omni_bus.api.voice.settings import ResponseWish
 from omni_bus.api.voice.speech import PacedSpeech
 from omni_bus.api.voice.usage import usage_of
-from omni_bus.errors import OmniBusError, PromptTooLong
+from omni_bus.errors import DeadlineExceeded, OmniBusError, PromptTooLong
 from omni_bus.payloads import AudioDelta, InputTranscript, TextDelta
 
 log = logging.getLogger("omni_bus.api")
@@ -81,6 +82,7 @@ class ResponseRun:
         self._services = services
         self._label = label
         self._owner = owner
+        self._deadline = Deadline(services.config.deadline_s)
         self._output = ResponseOutput(self.id, conversation, speaks=settings.speaks, emit=outbox.put)
         speech = PacedSpeech(
             settings.output_format,
@@ -89,6 +91,7 @@ class ResponseRun:
             lead_s=clock.lead_s,
             tell=self._tell_audio,
             drained=outbox.drained,
+            held_back=self._deadline.paused,
         )
         self._answer = Answer(
             self._output,
@@ -149,12 +152,18 @@ class ResponseRun:
 
     async def _ask(self) -> OmniBusError | None:
         """The request and its answer, with the oldest part of a conversation left out where the model has no room for all of it."""
-        while True:
-            error = await self._ask_once()
-            shorter = self._owner.on_too_long(self) if isinstance(error, PromptTooLong) and not self._had_output else None
-            if shorter is None:
-                return error
-            self.request, self._heard = shorter, 0
+        try:
+            async with self._deadline.kept():
+                while True:
+                    error = await self._ask_once()
+                    if not isinstance(error, PromptTooLong) or self._had_output:
+                        return error
+                    shorter = self._owner.on_too_long(self)
+                    if shorter is None:
+                        return error
+                    self.request, self._heard = shorter, 0
+        except TimeoutError:
+            return DeadlineExceeded(f"not finished within {self._deadline.seconds:.3g} s, its pauses for playback not counted")
 
     async def _ask_once(self) -> OmniBusError | None:
         """The request and its answer, to the end of what is wanted of it; or what it failed by."""
@@ -164,7 +173,7 @@ class ResponseRun:
                 options=self.request.options,
                 payload=self.request.payload,
                 tensors=self.request.tensors,
-                deadline_s=self._services.config.deadline_s,
+                deadline_s=self._deadline.seconds + self._longest_pause_s,
                 label=self._label,
             )
             for edge in self._services.audio_edges:
@@ -208,6 +217,11 @@ class ResponseRun:
                 await stream.cancel()  # nothing to do for one that has ended
                 if self._cancelled_at is not None:
                     self._services.metrics.cancel_acknowledged(time.monotonic() - self._cancelled_at)
+
+    @property
+    def _longest_pause_s(self) -> float:
+        """For how long, at most, an answer's audio is held back in all: the session ends before."""
+        return self._services.config.session_s if self.wish.settings.speaks else 0.0
 
     def _used(self, item: BusItem) -> None:
         if item.edge in self._services.audio_edges and not item.last and self._stream is not None:

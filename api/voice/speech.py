@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 
 from omni_bus.api.voice.formats import RATES, SAMPLE_BYTES, AudioFormat, OutputAudioEncoder, duration_ms
 
@@ -15,7 +16,7 @@ class PacedSpeech:
     """One answer. lead_s: seconds of audio that are sent and not yet played, of all the session's answers.
 
     tell: whole samples, their milliseconds, and the characters said at their end where that is known. drained: until the client has
-    taken what it was told.
+    taken what it was told. held_back: entered while nothing is sent although there is audio, because the lead is used up.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class PacedSpeech:
         lead_s: Callable[[float], float],
         tell: Callable[[bytes, float, int | None], None],
         drained: Callable[[], Awaitable[None]],
+        held_back: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._format: AudioFormat = audio_format
         self._speed = speed
@@ -34,6 +36,7 @@ class PacedSpeech:
         self._lead_s = lead_s
         self._tell = tell
         self._drained = drained
+        self._held_back = held_back
         self._encoder: OutputAudioEncoder | None = None
         self._source_rate = 0
 
@@ -59,7 +62,8 @@ class PacedSpeech:
             room = int((self._most_s - self._lead_s(time.monotonic())) * a_second)
             wanted = min(smallest, len(data) - start)
             if room < wanted:
-                await asyncio.sleep((wanted - room) / a_second)
+                with self._held_back():
+                    await asyncio.sleep((wanted - room) / a_second)
                 continue
             end = min(len(data), start + room // sample * sample)
             self._tell(data[start:end], duration_ms(self._format, end - start), spoken if end == len(data) else None)

@@ -107,7 +107,9 @@ def test_input_is_at_most_2_ms_behind() -> None:
         assert len(decoder.push(sent)) >= 0.098 * 16_000
 
 
-@pytest.mark.parametrize(("audio_format", "at_least_db"), [("pcm16", 70), ("pcm16_16k", 70), ("pcm16_8k", 60), ("pcmu", 35), ("pcma", 35)])
+@pytest.mark.parametrize(
+    ("audio_format", "at_least_db"), [("pcm16", 70), ("pcm16_16k", 70), ("pcm16_8k", 60), ("pcmu", 35), ("pcma", 35)]
+)
 def test_there_and_back(audio_format: AudioFormat, at_least_db: float) -> None:
     """What a client hears of us, sent back to us, is what we said: G.711 costs what G.711 costs, and nothing is shifted."""
     back = decoded(audio_format, [encoded(audio_format, [tone(24_000, 2.0).tobytes()])])
