@@ -155,7 +155,7 @@ async def test_speaking_into_an_answer_silences_it(socket: DuplexSocket, questio
     assert 0 <= interrupted.fields["played_ms"] <= sent_ms
     second = await socket.until("answer_started", since=since)
     told = [message.name for message in socket.messages[since : socket.index(second)]]
-    assert told == ["interrupted", "answer_done", "speech_stopped", "answer_started"][: len(told)], "no sound of the old answer"
+    assert told == ["interrupted", "answer_done", "speech_stopped"], "no sound of the old answer"
     done = (await socket.until("answer_done", since=socket.index(second))).fields
     talking.cancel()
     assert done["status"] in ("completed", "incomplete") and "Paris" in socket.text(since)
