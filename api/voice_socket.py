@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 from collections.abc import Callable
@@ -75,11 +76,14 @@ async def serve_socket(request: web.Request, protocol: str, load: Load) -> web.S
     request.app[MODEL].check_name(request.query.get("model", request.app[MODEL].name))
     config = request.app[CONFIG]
     socket = _Socket(protocol, load, config.session_event_mb)
-    if not socket.can_prepare(request):
-        raise InvalidRequest(f"this address speaks WebSocket: connect with a {protocol} client")
     connection_type = await asyncio.get_running_loop().run_in_executor(request.app[THREADS], load)
     metrics = request.app[METRICS]
-    with request.app[SESSIONS].one(request.get(CLIENT, request.remote or "")), metrics.voice_session():
+    with contextlib.ExitStack() as session:
+        session.enter_context(request.app[SESSIONS].one(request.get(CLIENT, request.remote or "")))
+        # Last: a browser does not tell a page why its WebSocket was refused, so the page asks again without one.
+        if not socket.can_prepare(request):
+            raise InvalidRequest(f"this address speaks WebSocket: connect with a {protocol} client")
+        session.enter_context(metrics.voice_session())
         await socket.prepare(request)
         services = VoiceServices(
             bus=request.app[BUS],

@@ -53,19 +53,18 @@ export async function explain(address, key) {
   try {
     const answer = await fetch(address, { headers: authorization(key) });
     if (answer.status === 401) return key ? "The server does not know this API key." : "This server asks for an API key.";
-    const error = (await answer.json()).error;
     const onlyForSockets = answer.status === 400 || answer.status === 426;
-    return onlyForSockets ? unexplained() : error.message;
+    return onlyForSockets ? unexplained(key) : (await answer.json()).error.message;
   } catch {
     return "The server does not answer. Is it running?";
   }
 }
 
-/** HTTP sees no fault: what is left is what only a socket meets. */
-function unexplained() {
+/** HTTP sees no fault: what is left is the page's origin, which browsers name for sockets only; where there are keys, any will do. */
+function unexplained(key) {
   const { hostname, origin } = window.location;
-  const plain = hostname === "localhost" || /^[\d.]+$|^\[/.test(hostname);
-  return plain
-    ? "The server did not accept the connection: it may have as many conversations as it takes. Try again in a moment."
-    : `The server did not accept the connection: it may be full, or not take pages of this address. If so, list ${origin} in api.cors_origins.`;
+  const own = key || hostname === "localhost" || /^[\d.]+$|^\[/.test(hostname);
+  return own
+    ? "The server did not accept the connection. Try again in a moment."
+    : `The server does not seem to take pages of this address: list ${origin} in api.cors_origins.`;
 }

@@ -72,6 +72,25 @@ async def test_a_plain_request_is_told_what_this_is(server: Server) -> None:
         assert "WebSocket" in (await answer.json())["error"]["message"]
 
 
+async def test_a_plain_request_is_told_first_what_a_websocket_would_be_refused_for(start: StartServer) -> None:
+    """A page learns nothing of why its WebSocket was refused, and asks again without one."""
+    server = await start(max_sessions=1)
+
+    async def plain(model: str = MODEL, **headers: str) -> tuple[int, str]:
+        async with server.http.get(f"{server.url}/v1/realtime?model={model}", headers=headers) as answer:
+            return answer.status, (await answer.json())["error"]["code"]
+
+    assert await plain("gpt-realtime") == (404, "model_not_found")
+    assert await plain(Origin="https://evil.example") == (403, "origin_refused")
+    async with connected(server.url, MODEL):
+        assert await plain() == (503, "overloaded")
+    await gone(server)
+    assert (await plain())[0] == 400
+    assert await server.metric("omni_bus_voice_sessions") == 0
+    async with connected(server.url, MODEL):
+        pass
+
+
 @pytest.fixture
 async def keyed(start: StartServer, tmp_path: Any) -> Server:
     file = tmp_path / "keys"

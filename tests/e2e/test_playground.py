@@ -6,6 +6,7 @@ import base64
 import contextlib
 import io
 import pathlib
+import urllib.request
 import wave
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from tests.support.browser import NAME, Visit, browser, visit
 from tests.support.cascade import skip_without_packages
-from tests.support.running_server import Server, running
+from tests.support.running_server import Server, eventually, running
 
 STORY = "Please tell me a long story about a cat who travels around the world."
 WIDTHS = {"desktop": (1280, 800), "phone": (390, 844), "narrow": (320, 640)}
@@ -58,6 +59,11 @@ def microphone(path: pathlib.Path, before_s: float, after_s: float) -> float:
 
     path.write_bytes(wav(silence(before_s) + pcm + silence(after_s), rate))
     return before_s + len(pcm) / 2 / rate
+
+
+def metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        return str(answer.read(), "utf-8")
 
 
 def write(seen: Visit, text: str) -> None:
@@ -338,6 +344,21 @@ def test_a_name_that_the_server_does_not_know_is_told(probe: Server, chrome: Bro
             address,
         )
         seen.until_state("idle")
+
+
+def test_a_server_that_is_full_says_so_and_takes_the_next(serve: Callable[..., Server], chrome: Browser) -> None:
+    server = serve("probe.toml", sets=["api.max_sessions=1"])
+    with visit(chrome, server.url, allowed=("WebSocket connection", "503")) as second:
+        with visit(chrome, server.url) as first:
+            write(first, "one two")
+            first.until_turn("assistant", "two")
+            second.until("() => document.querySelectorAll('.stage').length === 3")
+            second.page.select_option("[name=output]", "text")
+            write(second, "three")
+            second.until("() => document.querySelector('#alert p').textContent.includes('as many sessions as it takes')")
+        eventually(lambda: "omni_bus_voice_sessions 0.0" in metrics(server), 30, "the first page has gone")
+        second.page.press("#text", "Enter")
+        second.until_turn("assistant", "three")
 
 
 def test_a_microphone_that_is_denied_is_told(quickstart: Server, playwright: Playwright) -> None:
