@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from omni_bus import events
+from omni_bus import events, routing
+from omni_bus.affinity import Affinity
 from omni_bus.deployment import Deployment
 from omni_bus.events import CLIENT
 from omni_bus.registry import Registry, Replica
@@ -15,6 +16,7 @@ class Binder:
         self._pipeline = pipeline
         self._config = deployment.edges
         self._registry = registry
+        self._affinity = Affinity()
 
     def edges(self, modalities: tuple[str, ...]) -> dict[str, Edge]:
         """Fresh edges for a request of these output modalities."""
@@ -28,7 +30,13 @@ class Binder:
 
     def choose(self, request: Request) -> dict[str, Replica] | str:
         """A ready replica for every stage of the request, or the stage that has none."""
-        return self._registry.choose(request.stages, lambda replica, chosen: self._fits(request, replica, chosen))
+        key = request.options.affinity
+        chosen = routing.choose(
+            self._registry, self._affinity, request.stages, key, lambda replica, others: self._fits(request, replica, others)
+        )
+        if not isinstance(chosen, str):
+            self._affinity.note(key, chosen)
+        return chosen
 
     def open(self, request: Request, stage: str, now: float) -> events.Open:
         """What the replica bound for `stage` has to know of the request."""

@@ -53,6 +53,7 @@ RULES: dict[str, Rule] = {
     "bus.retries": (lambda count: 0 <= count <= 10, "from 0 to 10"),
     "bus.gpu_buffer_mb": (lambda size: 1 <= size <= 65536, "from 1 to 65536"),
     "bus.mps": (lambda name: name in MPS, f"one of {', '.join(MPS)}"),
+    "bus.drain_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 to 86400"),
     "bus.restart_backoff_s": (lambda seconds: 0.01 <= seconds <= 30, "from 0.01 to 30"),
     "stage.devices": (bool, 'a list of at least one device, such as ["cpu"] or ["cuda:0"]'),
     "stage.replicas": (lambda count: 1 <= count <= 256, "from 1 to 256"),

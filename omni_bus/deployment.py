@@ -52,6 +52,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
     mps: str = "off"  # off | auto | on: run NVIDIA MPS for worker processes that share a GPU
     trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
+    drain_s: float = 10.0  # for running requests where a replica, or the whole server on SIGTERM, is drained
     restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
 
 
@@ -82,6 +83,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusConfig
     stages: dict[str, StageConfig]
     edges: dict[str, EdgeConfig]
+    numbers: dict[str, tuple[int, ...]] = {}  # group of stages → its workers' numbers, where a running server has changed them
 
     @property
     def model_name(self) -> str:
@@ -93,9 +95,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         for name, stage in self.stages.items():
             groups.setdefault(stage.process or name, []).append(name)
         return {
-            f"{group}.{index}": tuple(stages)
+            f"{group}.{number}": tuple(stages)
             for group, stages in groups.items()
-            for index in range(self.stages[stages[0]].replicas)
+            for number in self.numbers.get(group, range(self.stages[stages[0]].replicas))
         }
 
 
@@ -120,6 +122,11 @@ class RunDir:
         """Marks this server's shared memory segments."""
         return self.path.name.rsplit("-", 1)[-1]
 
+    @property
+    def control(self) -> pathlib.Path:
+        """The Unix socket on which the supervisor takes operators' commands."""
+        return self.path / "control"
+
     def log(self, process: str) -> pathlib.Path:
         return self.path / f"{process}.log"
 
@@ -134,7 +141,10 @@ class RunDir:
         return self.path / "mps"
 
     def write(self, deployment: Deployment) -> None:
-        (self.path / "deployment.json").write_bytes(msgspec.json.encode(deployment))
+        """Whoever reads meanwhile sees the old or the new one, whole."""
+        written = self.path / "deployment.json.new"
+        written.write_bytes(msgspec.json.encode(deployment))
+        written.replace(self.path / "deployment.json")
 
     def read(self) -> Deployment:
         return msgspec.json.decode((self.path / "deployment.json").read_bytes(), type=Deployment)

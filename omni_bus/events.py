@@ -47,6 +47,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     sampling: dict[str, SamplingParams] = {}  # by stage name
     prepare: bool = False  # compute and keep what a later request with the same beginning needs, and make no output
+    affinity: str = ""  # made by the API: requests with the same one go to replicas that know the earlier ones, where it pays
 
 
 class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +64,8 @@ class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     waiting: int = 0
     running: int = 0
+    queued: int = 0  # work that is here and not done: prompt positions of an autoregressive stage, codec frames of a vocoder
+    per_step: int = 0  # as much of it as one step does; 0: the stage does not say
     batch: int = 0  # rows in the last step
     steps: int = 0
     busy_s: float = 0.0
@@ -135,6 +138,23 @@ class Exited(Event, frozen=True):
     """supervisor → broker: a worker process ended. Its replicas are lost and their requests failed or retried."""
 
     worker: str
+
+
+class Expect(Event, frozen=True):
+    """supervisor → broker: a worker process of this name is being started, and is to be known while it loads and when it is lost."""
+
+    worker: str
+    replicas: tuple[StageReplica, ...]
+
+
+class DrainWorker(Event, frozen=True):
+    """supervisor → broker: give that worker nothing new; it gets Shutdown once nothing is bound to it, or after `grace_s` seconds.
+
+    What is still bound to it then is as if it had been lost. Afterwards it is forgotten.
+    """
+
+    worker: str
+    grace_s: float
 
 
 class StopServing(Event, frozen=True):
@@ -210,6 +230,7 @@ class Status(Event, frozen=True, kw_only=True):
     replicas: tuple[ReplicaStatus, ...]
     requests: dict[str, int]  # request state → how many now
     ended: dict[str, int]  # "done", "cancelled", "failed:<code>" → how many since start
+    stopping: bool = False  # nothing new is taken any more
     edge_chunks: dict[str, int] = {}
     edge_bytes: dict[str, int] = {}  # "edge|connector" → bytes of the edge that no worker sends on: the entry edge
     uptime_s: float = 0.0
@@ -320,10 +341,12 @@ class Cancelled(Event, frozen=True):
 
 
 class Heartbeat(Event, frozen=True):
+    """Sent every `bus.heartbeat_s`, and sooner where a load has changed enough to matter for who gets the next request."""
+
     loads: tuple[StageLoad, ...]
 
 
-ClientToBroker = Hello | Submit | Append | CancelRequest | Consumed | StatusQuery | Exited | StopServing
+ClientToBroker = Hello | Submit | Append | CancelRequest | Consumed | StatusQuery | Exited | Expect | DrainWorker | StopServing
 BrokerToClient = Welcome | Ping | Delta | Consumed | Completed | RequestFailed | RequestCancelled | Status | Shutdown
 BrokerToWorker = Open | Chunk | Consumed | Close | Cancel | Drain | Shutdown
 WorkerToBroker = Register | Load | Ready | Chunk | Consumed | Done | Failed | Cancelled | Heartbeat

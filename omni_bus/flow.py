@@ -29,6 +29,7 @@ class Flow:
         request.entry.accept(seq, chunk.last)
         self._table.keep(request, chunk)
         if request.state is RequestState.RUNNING:
+            request.bindings[request.entry.target].unread += 1
             self._forward_input(request, seq, chunk)
         elif request.kept is None:
             raise ReplicaLost("the process that served the request ended, and the input is too large to run it again")
@@ -53,6 +54,8 @@ class Flow:
         self.edge_chunks[edge.name] += 1
         if event.seq == 0:
             request.first_chunks[edge.name] = now - request.arrived
+        if edge.target != CLIENT:
+            request.bindings[edge.target].unread += 1
         if edge.target == CLIENT:
             assert request.client is not None, "a running request has its client"
             if request.first_output is None:
@@ -108,6 +111,8 @@ class Flow:
     def _consume(self, request: Request, edge: Edge, count: int) -> None:
         """Take `count` chunks as used up and tell the producer what it is due."""
         due = edge.consume(count)
+        if edge.target != CLIENT:
+            request.bindings[edge.target].unread -= count
         if due and edge.source != CLIENT:
             self.tell(request.bindings[edge.source], events.Consumed(request.id, edge.name, due))
         elif due and not edge.closed and request.client is not None:

@@ -250,6 +250,7 @@ class Lifecycle:
             return bindings
         change_state(request, RequestState.RUNNING)
         request.bindings = bindings
+        bindings[request.entry.target].unread += request.entry.unconsumed  # of a retry: its input is sent anew
         for stage, replica in bindings.items():
             replica.outstanding += 1
             replica.worker.requests.add(request.id)
@@ -322,7 +323,10 @@ class Lifecycle:
         self.table.remove(request)
         for stage, replica in request.bindings.items():
             replica.worker.requests.discard(request.id)
-            if stage not in request.done and replica.state is not ReplicaState.LOST:
+            if replica.state is ReplicaState.LOST:
+                continue
+            replica.unread -= sum(edge.unconsumed for edge in request.inputs(stage))
+            if stage not in request.done:
                 replica.outstanding -= 1
         first = "-" if request.first_output is None else f"{request.first_output - request.arrived:.3f}"
         label = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in request.label[:64])

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from omni_bus import events
 from omni_bus.binding import Binder
 from omni_bus.deployment import Deployment
+from omni_bus.drains import Drains
 from omni_bus.errors import OmniBusError, ProtocolViolation, ShuttingDown
 from omni_bus.lifecycle import Lifecycle
 from omni_bus.registry import Registry, Worker
@@ -45,6 +46,7 @@ class Orchestrator:
         self.lifecycle = Lifecycle(pipeline, deployment, self._binder, self._send, log)
         self._changed = False  # a replica's state, since the watchers were last told
         self._clock_changes = 0
+        self._drains = Drains()
         self._stop_at: float | None = None
         self._cut_off = False  # the grace of a stop is over
         self.stopped = False  # every peer has been sent Shutdown
@@ -96,7 +98,8 @@ class Orchestrator:
 
     def next_tick(self) -> float | None:
         """When `tick` next has something to do, if nothing else happens."""
-        times = (self.lifecycle.table.next_alarm(), self.registry.silent_at(self._lost_after_s), self._stop_at)
+        lost_at = self.registry.silent_at(self._lost_after_s)
+        times = (self.lifecycle.table.next_alarm(), lost_at, self._drains.next(), self._stop_at)
         return min((time for time in times if time is not None and time < math.inf), default=None)
 
     @property
@@ -141,6 +144,13 @@ class Orchestrator:
                 worker = self.registry.get(event.worker.encode())
                 if worker is not None:
                     self._lose(worker, "its process ended", now)
+            case events.Expect() if client.role == "supervisor":
+                self.registry.expect(event)
+                self._changed = True
+            case events.DrainWorker() if client.role == "supervisor":
+                worker = self.registry.get(event.worker.encode())
+                if worker is not None:
+                    self._drain(worker, event.grace_s, now)
             case events.StopServing() if client.role == "supervisor":
                 self._stop(event.grace_s, now)
             case _:
@@ -230,6 +240,29 @@ class Orchestrator:
             self._send(worker.peer, events.Shutdown(), ())
         self.lifecycle.worker_lost(worker, now)
 
+    def _drain(self, worker: Worker, grace_s: float, now: float) -> None:
+        self._log(f"worker {worker.name} is drained")
+        self._changed = True
+        self.registry.retire(worker)
+        if not worker.attached:
+            return
+        if worker.loading:
+            self._lose(worker, "it was drained before it had loaded", now, farewell=True)
+            return
+        self.registry.drain(worker)
+        self._drains.begin(worker, now + grace_s)
+        self._send(worker.peer, events.Drain(), ())
+
+    def _advance_drains(self, now: float) -> None:
+        if self._drains.next() is None:
+            return
+        idle, late = self._drains.take_over(now)
+        for worker in idle:
+            if worker.attached:
+                self._send(worker.peer, events.Shutdown(), ())
+        for worker in late:
+            self._lose(worker, "its requests outlived its drain", now, farewell=True)
+
     # ---- all of them
 
     def _violated(self, peer: bytes, error: OmniBusError, now: float) -> None:
@@ -280,6 +313,7 @@ class Orchestrator:
             replicas=self.registry.statuses(),
             requests=self.lifecycle.table.states(),
             ended=dict(self.lifecycle.table.ended),
+            stopping=self._stop_at is not None,
             edge_chunks=dict(self.lifecycle.flow.edge_chunks),
             edge_bytes={f"{self._pipeline.entry.name}|inline": self.lifecycle.flow.input_bytes},
             uptime_s=now - self._started,
@@ -289,6 +323,7 @@ class Orchestrator:
         self._out.append((peer, event, frames))
 
     def _flush(self, now: float) -> list[Message]:
+        self._advance_drains(now)
         self._advance_stop(now)
         if self._changed:
             self._changed = False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ProtocolViolation
-from omni_bus.events import Load, Ready, Register, ReplicaStatus, StageLoad
+from omni_bus.events import Expect, Load, Ready, Register, ReplicaStatus, StageLoad
 
 
 class ReplicaState(enum.Enum):
@@ -37,6 +37,17 @@ class Worker:
         return self.name.encode()
 
     @property
+    def number(self) -> int:
+        """Its place among the workers of its stages."""
+        number = self.name.rpartition(".")[2]
+        return int(number) if number.isascii() and number.isdigit() else 0
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """Equal where shared memory reaches from one to the other."""
+        return self.host, self.boot
+
+    @property
     def attached(self) -> bool:
         return any(replica.state not in (ReplicaState.STARTING, ReplicaState.LOST) for replica in self.replicas.values())
 
@@ -45,9 +56,13 @@ class Worker:
         return any(replica.state is ReplicaState.LOST for replica in self.replicas.values())
 
     @property
+    def loading(self) -> bool:
+        return any(replica.state is ReplicaState.LOADING for replica in self.replicas.values())
+
+    @property
     def must_be_heard(self) -> bool:
         """One that loads weights may be silent."""
-        return self.attached and not any(replica.state is ReplicaState.LOADING for replica in self.replicas.values())
+        return self.attached and not self.loading
 
     def silent(self, now: float, lost_after_s: float) -> bool:
         return self.must_be_heard and now >= self.heard + lost_after_s
@@ -63,14 +78,14 @@ class Replica:
     progress: float = 0.0
     detail: str = ""
     outstanding: int = 0  # requests bound and not yet done here
+    unread: int = 0  # chunks sent here and not yet consumed
     load: StageLoad | None = None
 
     def reach(self, other: Replica) -> str:
         """The best connector for tensors between here and there."""
         if self.worker is other.worker:
             return "local"
-        same_host = (self.worker.host, self.worker.boot) == (other.worker.host, other.worker.boot)
-        return "shm" if same_host else "inline"
+        return "shm" if self.worker.machine == other.worker.machine else "inline"
 
     def can(self, connector: str, other: Replica) -> bool:
         """Whether a forced connector works between here and there."""
@@ -98,6 +113,24 @@ class Registry:
 
     def get(self, peer: bytes) -> Worker | None:
         return self._workers.get(peer)
+
+    def expect(self, event: Expect) -> None:
+        """A worker of this name is to come. ProtocolViolation for one that is attached, or for a stage the pipeline lacks."""
+        worker = Worker(event.worker)
+        known = self._workers.get(worker.peer)
+        if (known is not None and known.attached) or not {replica.stage for replica in event.replicas} <= {*self._stages}:
+            raise ProtocolViolation("a worker is expected that is here already, or with stages that are not the pipeline's")
+        worker.replicas = {
+            replica.stage: Replica(replica.stage, worker, replica.device, replica.capacity) for replica in event.replicas
+        }
+        self._expected.add(worker.name)
+        self._workers[worker.peer] = worker
+
+    def retire(self, worker: Worker) -> None:
+        """It is not to come back: once lost, it is forgotten."""
+        self._expected.discard(worker.name)
+        if not worker.attached:
+            del self._workers[worker.peer]
 
     def register(self, peer: bytes, event: Register, now: float) -> Worker:
         """A worker process has come up. ProtocolViolation for a stage the pipeline lacks or a name that is not its own."""
@@ -143,7 +176,7 @@ class Registry:
     def lose(self, worker: Worker) -> None:
         for replica in worker.replicas.values():
             replica.state = ReplicaState.LOST
-            replica.progress, replica.outstanding, replica.load = 0.0, 0, None
+            replica.progress, replica.outstanding, replica.unread, replica.load = 0.0, 0, 0, None
         if worker.name not in self._expected:
             del self._workers[worker.peer]
 
@@ -151,29 +184,6 @@ class Registry:
         """Stages without a ready replica."""
         ready = {r.stage for worker in self for r in worker.replicas.values() if r.state is ReplicaState.READY}
         return tuple(stage for stage in self._stages if stage not in ready)
-
-    def choose(self, stages: tuple[str, ...], fits: Callable[[Replica, dict[str, Replica]], bool]) -> dict[str, Replica] | str:
-        """The least loaded ready replica of each stage that `fits` those chosen before it, or the stage that has none.
-
-        Of equally loaded ones, one in a process that is chosen already: its tensors need no copy.
-        """
-        chosen: dict[str, Replica] = {}
-        for stage in stages:
-            processes = {id(replica.worker) for replica in chosen.values()}
-            candidates = [
-                replica
-                for worker in self
-                if (replica := worker.replicas.get(stage)) is not None
-                and replica.state is ReplicaState.READY
-                and fits(replica, chosen)
-            ]
-            if not candidates:
-                return stage
-            chosen[stage] = min(
-                candidates,
-                key=lambda r: (r.outstanding / max(1, r.capacity), id(r.worker) not in processes, r.worker.name),
-            )
-        return chosen
 
     def silent_at(self, lost_after_s: float) -> float | None:
         """When the first worker counts as lost if nothing more is heard of any."""
@@ -183,7 +193,7 @@ class Registry:
     def statuses(self) -> tuple[ReplicaStatus, ...]:
         by_stage = {stage: index for index, stage in enumerate(self._stages)}
         replicas = [replica for worker in self for replica in worker.replicas.values()]
-        replicas.sort(key=lambda replica: (by_stage[replica.stage], replica.worker.name))
+        replicas.sort(key=lambda replica: (by_stage[replica.stage], replica.worker.number, replica.worker.name))
         return tuple(
             ReplicaStatus(
                 stage=replica.stage,

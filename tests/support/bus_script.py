@@ -57,7 +57,7 @@ class Bus:
 
     def start(self, worker: str, *, host: str = "here", boot: str = "b", device: str = "cpu") -> None:
         """A worker process comes up, all its stages ready."""
-        stages = self.plan.workers()[worker]
+        stages = self.plan.workers().get(worker) or (worker.rpartition(".")[0],)
         replicas = tuple(StageReplica(stage, device, 4) for stage in stages)
         self.handle(worker, events.Register(worker=worker, pid=1, host=host, boot=boot, replicas=replicas))
         for stage in stages:
@@ -99,7 +99,9 @@ class Bus:
         assert table.next_alarm() is None
         for worker in self.orchestrator.registry:
             assert worker.requests == set()
-            assert [replica.outstanding for replica in worker.replicas.values()] == [0] * len(worker.replicas)
+            assert [(replica.outstanding, replica.unread) for replica in worker.replicas.values()] == [(0, 0)] * len(
+                worker.replicas
+            )
 
     # ---- the notation
 
@@ -126,7 +128,8 @@ class Bus:
         match verb:
             case "submit":
                 deadline = float(rest[rest.index("deadline") + 1]) if "deadline" in rest else 300.0
-                options = RequestOptions(modalities=("text", "audio") if rest[1] == "audio" else (rest[1],))
+                session = rest[rest.index("session") + 1] if "session" in rest else ""
+                options = RequestOptions(modalities=("text", "audio") if rest[1] == "audio" else (rest[1],), affinity=session)
                 return events.Submit(first, "a label", options, deadline, (), "more" not in rest)
             case "append":
                 return events.Append(first, int(rest[1]), (), last)
@@ -154,6 +157,10 @@ class Bus:
                 return events.Exited(rest[0])
             case "stop":
                 return events.StopServing(float(rest[0]))
+            case "drain":
+                return events.DrainWorker(rest[0], float(rest[1]))
+            case "expect":
+                return events.Expect(rest[0], tuple(StageReplica(stage, "cpu", 4) for stage in rest[1:]))
         raise AssertionError(verb)
 
     def _render(self, message: Message) -> str:
