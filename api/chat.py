@@ -36,16 +36,16 @@ async def _read(request: web.Request, share: IntakeShare) -> ChatRequest:
 
 
 async def _submit(request: web.Request, chat: ChatRequest, share: IntakeShare) -> tuple[ChatRequest, RequestStream]:
-    """The request on its way, and what its answer still needs of it: not the messages and media."""
+    """The request on its way, and what its answer still needs of it: not the messages, media and tools."""
     stream = await submit(
         request,
         options=chat.options,
-        payload=ChatInput(chat.messages),
+        payload=ChatInput(chat.messages, chat.tools),
         media=chat.media,
         deadline_s=chat.deadline_s,
         share=share,
     )
-    return dataclasses.replace(chat, messages=(), media=()), stream
+    return dataclasses.replace(chat, messages=(), media=(), tools=()), stream
 
 
 async def _answer(request: web.Request, chat: ChatRequest, stream: RequestStream) -> web.StreamResponse:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
+from collections.abc import Iterable
 from concurrent.futures import Executor
 from typing import Any
 
@@ -11,12 +13,23 @@ import msgspec
 
 from omni_bus.api.audio_encode import encode_audio
 from omni_bus.api.bus import RequestStream
+from omni_bus.api.chat_pieces import AnswerPieces, CallArguments, CallNew, Heard, Said, Sound, Words
 from omni_bus.api.chat_request import ChatRequest
 from omni_bus.api.chat_usage import answer_usage
 from omni_bus.api.timing import AnswerTiming
-from omni_bus.payloads import AudioDelta, InputTranscript, TextDelta
 
 _SLICE = 3 * 2**18  # bytes to base64 at a time: a multiple of 3, and short enough to let the loop in between
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    call_id: str
+    name: str
+    arguments: list[str] = dataclasses.field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 async def whole_answer(
@@ -30,30 +43,37 @@ async def whole_answer(
 ) -> bytes:
     """The JSON. Audio is encoded in a thread."""
     texts: list[str] = []
+    calls: list[_Call] = []
     pcm = bytearray()
     sample_rate = 0
     transcripts: list[str] = []
-    finish_reason = "stop"
-    async for item in stream:
-        match item.payload:
-            case TextDelta(text, token_ids, reason):
-                finish_reason = reason or finish_reason
-                if text:
+    pieces = AnswerPieces(timing, may_call=chat.may_call, one_call=chat.one_call)
+
+    def take(said: Iterable[Said]) -> None:
+        nonlocal sample_rate
+        for piece in said:
+            match piece:
+                case Words(text):
                     texts.append(text)
-                    timing.text(max(1, len(token_ids)))
-            case AudioDelta(rate):
-                if "pcm" in item.tensors:
+                case CallNew(_, call_id, name):
+                    calls.append(_Call(call_id, name))
+                case CallArguments(index, text):
+                    calls[index].arguments.append(text)
+                case Sound(samples, rate):
                     sample_rate = rate
-                    pcm += item.tensors["pcm"].data
-                    timing.audio(len(item.tensors["pcm"].data) / 2 / rate)
-            case InputTranscript(heard):
-                if heard:
-                    transcripts.append(heard)
-            case other:
-                raise TypeError(f"no client payload: {type(other).__name__}")
+                    pcm.extend(samples)
+                case Heard(text):
+                    transcripts.append(text)
+
+    async for item in stream:
+        take(pieces.of(item))
+    take(pieces.rest())
     timing.ended()
     content = "".join(texts)
-    message: dict[str, Any] = {"role": "assistant", "content": content if "text" in chat.options.modalities else None}
+    written = "text" in chat.options.modalities and (content or not calls)
+    message: dict[str, Any] = {"role": "assistant", "content": content if written else None}
+    if calls:
+        message["tool_calls"] = [call.to_json() for call in calls]
     if transcripts:
         message["input_transcript"] = "\n".join(transcripts)  # one for each piece of audio
     body = {
@@ -61,7 +81,7 @@ async def whole_answer(
         "object": "chat.completion",
         "created": created,
         "model": chat.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+        "choices": [{"index": 0, "message": message, "finish_reason": pieces.finish_reason, "logprobs": None}],
         "usage": answer_usage(stream, text_stage),
     }
     if not pcm:

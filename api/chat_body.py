@@ -6,7 +6,7 @@ Fields that are not declared here are ignored, as OpenAI-compatible servers do; 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -72,9 +72,34 @@ class VideoUrlBody(msgspec.Struct, tag_field="type", tag="video_url"):
 PartBody = TextBody | InputAudioBody | AudioUrlBody | ImageUrlBody | VideoUrlBody
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str  # the JSON text of an object
+
+
+class ToolCallBody(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class MessageBody(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[PartBody] | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionBody(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # read for its type alone: nothing here holds a model to a schema
+
+
+class ToolBody(msgspec.Struct):
+    type: Literal["function"]
+    function: FunctionBody
 
 
 class AudioBody(msgspec.Struct):
@@ -91,6 +116,9 @@ class ChatBody(SamplingBody, kw_only=True):
     messages: list[MessageBody]
     modalities: list[str] | None = None
     audio: AudioBody | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptionsBody | None = None
     n: Int32 | None = None
@@ -102,10 +130,11 @@ class ChatBody(SamplingBody, kw_only=True):
 
 BodyT = TypeVar("BodyT")
 
-_VALID = {
-    "role": "system, developer, user, assistant, tool",
-    "type": "text, input_audio, audio_url, image_url, video_url",
-}
+_VALID = (  # the end of a field's path → its values
+    (re.compile(r"\b(tools|tool_calls)\[\d+\]\.type$"), "function"),
+    (re.compile(r"\brole$"), "system, developer, user, assistant, tool"),
+    (re.compile(r"\btype$"), "text, input_audio, audio_url, image_url, video_url"),
+)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(.*)`")
 
@@ -130,7 +159,7 @@ def _named(message: str, where: str) -> InvalidRequest:
     missing = _MISSING.search(what)
     if missing:
         path, what = f"{path}.{missing[1]}".lstrip("."), "is required"
-    elif (valid := _VALID.get(path.rpartition(".")[2])) is not None:
+    elif (valid := next((values for field, values in _VALID if field.search(path)), None)) is not None:
         what += f" (valid: {valid})"
     param = ".".join(name for name in (where, path) if name)
     what = what[0].lower() + what[1:]

@@ -6,28 +6,33 @@ import dataclasses
 
 import msgspec
 
-from omni_bus.api import chat_body
 from omni_bus.api.chat_body import ChatBody, SamplingBody, decode_json
+from omni_bus.api.chat_messages import parse_messages
+from omni_bus.api.chat_tools import parse_functions
 from omni_bus.api.media import MediaSource
 from omni_bus.api.served import ServedModel
 from omni_bus.api.submission import deadline_s
 from omni_bus.errors import InvalidRequest
 from omni_bus.events import RequestOptions
 from omni_bus.names import did_you_mean
-from omni_bus.payloads import MediaPart, Message, TextPart
+from omni_bus.payloads import Message
 from omni_bus.sampling import SamplingParams
 
 MODALITIES = ("text", "audio", "image", "video")  # in the order in which they are passed on
 STREAM_FORMATS = ("pcm16", "wav")
 WHOLE_FORMATS = ("wav", "pcm16", "mp3", "opus", "flac", "aac")
-MAX_MEDIA = 64  # pieces in one request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatRequest:
+    """tools: as in ChatInput. may_call: the answer's text is read for calls of them; one_call: for one at most."""
+
     model: str
     messages: tuple[Message, ...]
     media: tuple[MediaSource, ...]  # media[i] is what MediaPart(index=i) speaks of
+    tools: tuple[str, ...]
+    may_call: bool
+    one_call: bool
     options: RequestOptions
     stream: bool
     include_usage: bool
@@ -45,11 +50,15 @@ def parse_chat(body: bytes | bytearray, model: ServedModel, timeout_header: str 
     if chat.stream_options is not None and not stream:
         raise InvalidRequest("stream_options may only be given with stream = true", param="stream_options")
     modalities = _modalities(chat.modalities, model)
-    messages, media = _messages(chat.messages, model)
+    functions = parse_functions(chat.tools, chat.tool_choice)
+    messages, media = parse_messages(chat.messages, functions.asked, model)
     return ChatRequest(
         model=chat.model,
         messages=messages,
         media=media,
+        tools=functions.on_offer,
+        may_call=bool(functions.on_offer),
+        one_call=chat.parallel_tool_calls is False,
         options=RequestOptions(
             modalities=modalities, voice=_voice(chat, modalities, model), seed=chat.seed, sampling=_sampling(chat, model)
         ),
@@ -129,44 +138,3 @@ def _stage_sampling(body: SamplingBody, where: str) -> SamplingParams:
     params = body.params()
     params.check(where)
     return params
-
-
-def _messages(bodies: list[chat_body.MessageBody], model: ServedModel) -> tuple[tuple[Message, ...], tuple[MediaSource, ...]]:
-    if not bodies:
-        raise InvalidRequest("messages must hold at least one message", param="messages")
-    messages: list[Message] = []
-    media: list[MediaSource] = []
-    for number, body in enumerate(bodies):
-        where = f"messages[{number}].content"
-        role = "system" if body.role == "developer" else body.role
-        content: list[chat_body.PartBody]
-        content = [chat_body.TextBody(body.content)] if isinstance(body.content, str) else body.content or []
-        if not content and role != "assistant":
-            raise InvalidRequest(f"{where} must be a text or a list of parts", param=where)
-        parts: list[TextPart | MediaPart] = []
-        for index, part in enumerate(content):
-            if isinstance(part, chat_body.TextBody):
-                parts.append(TextPart(part.text))
-                continue
-            source = _source(part, f"{where}[{index}]")
-            model.check_takes(source.kind, f"{where}[{index}]")
-            parts.append(MediaPart(source.kind, len(media)))
-            media.append(source)
-            if len(media) > MAX_MEDIA:
-                raise InvalidRequest(f"a request may hold up to {MAX_MEDIA} pieces of media", param=f"{where}[{index}]")
-        messages.append(Message(role, tuple(parts)))
-    return tuple(messages), tuple(media)
-
-
-def _source(part: chat_body.PartBody, where: str) -> MediaSource:
-    match part:
-        case chat_body.InputAudioBody(input_audio):
-            return MediaSource.of_base64("audio", input_audio.data, input_audio.format, f"{where}.input_audio")
-        case chat_body.AudioUrlBody(address):
-            return MediaSource.of_url("audio", address.url, f"{where}.audio_url.url")
-        case chat_body.ImageUrlBody(address):
-            return MediaSource.of_url("image", address.url, f"{where}.image_url.url")
-        case chat_body.VideoUrlBody(address):
-            return MediaSource.of_url("video", address.url, f"{where}.video_url.url")
-        case chat_body.TextBody():
-            raise AssertionError("a text is no media")

@@ -6,13 +6,13 @@ import base64
 from typing import Any
 
 from omni_bus.api.bus import Item, RequestStream
+from omni_bus.api.chat_pieces import AnswerPieces, CallArguments, CallNew, Heard, Said, Sound, Words
 from omni_bus.api.chat_request import ChatRequest
 from omni_bus.api.chat_usage import answer_usage
 from omni_bus.api.sse import DONE, error_event, event
 from omni_bus.api.timing import AnswerTiming
 from omni_bus.api.wav import wav_header
 from omni_bus.errors import OmniBusError
-from omni_bus.payloads import AudioDelta, InputTranscript, TextDelta
 
 
 class ChunkRenderer:
@@ -20,45 +20,49 @@ class ChunkRenderer:
 
     def __init__(self, chat: ChatRequest, answer_id: str, created: int, timing: AnswerTiming, text_stage: str) -> None:
         self._chat = chat
-        self._timing = timing
         self._audio_id = f"audio-{answer_id.rpartition('-')[2]}"
         self._head = {"id": answer_id, "object": "chat.completion.chunk", "created": created, "model": chat.model}
         self._with_text = "text" in chat.options.modalities
         self._header_sent = chat.audio_format != "wav"
-        self._finish_reason = "stop"
+        self._pieces = AnswerPieces(timing, may_call=chat.may_call, one_call=chat.one_call)
         self._text_stage = text_stage
-        self._opening = self._chunk({"role": "assistant", "content": ""} if self._with_text else {"role": "assistant"}, "text")
+        self._opening = self._chunk(self._role(chat), "text")
 
     async def item(self, item: Item) -> bytes:
-        """Its event; nothing for an item that only closes its edge."""
-        opening, self._opening = self._opening, b""
-        return opening + (self._event(item) or b"")
+        """Its events; none for an item that only closes its edge."""
+        return self._take_opening() + b"".join(self._event(piece) for piece in self._pieces.of(item))
 
-    def _event(self, item: Item) -> bytes | None:
-        match item.payload:
-            case TextDelta(text, token_ids, finish_reason):
-                self._finish_reason = finish_reason or self._finish_reason
-                if not text:
-                    return None
-                self._timing.text(max(1, len(token_ids)))
-                return self._chunk({"content": text}, "text") if self._with_text else None
-            case AudioDelta(sample_rate):
-                if "pcm" not in item.tensors:
-                    return None
-                pcm = bytes(item.tensors["pcm"].data)
-                self._timing.audio(len(pcm) / 2 / sample_rate)
+    def _take_opening(self) -> bytes:
+        opening, self._opening = self._opening, b""
+        return opening
+
+    def _role(self, chat: ChatRequest) -> dict[str, Any]:
+        """Content is null for an answer that may turn out to be calls alone, and an empty text before words."""
+        return {"role": "assistant", "content": None if chat.may_call else ""} if self._with_text else {"role": "assistant"}
+
+    def _event(self, piece: Said) -> bytes:
+        match piece:
+            case Words(text):
+                return self._chunk({"content": text}, "text") if self._with_text else b""
+            case CallNew(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                return self._chunk({"tool_calls": [call]}, "text")
+            case CallArguments(index, text):
+                return self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]}, "text")
+            case Sound(samples, sample_rate):
+                pcm = bytes(samples)
                 if not self._header_sent:
                     self._header_sent = True
                     pcm = wav_header(sample_rate, None) + pcm
                 return self._chunk({"audio": {"id": self._audio_id, "data": base64.b64encode(pcm).decode("ascii")}}, "audio")
-            case InputTranscript(text):
-                return self._chunk({}, "text", input_transcript=text) if text else None
-            case other:
-                raise TypeError(f"no client payload: {type(other).__name__}")
+            case Heard(text):
+                return self._chunk({}, "text", input_transcript=text)
 
     async def finish(self, stream: RequestStream) -> bytes:
         """The last event with choices, the usage event if asked for, and the end."""
-        last = self._opening + self._chunk({}, "text", finish_reason=self._finish_reason)
+        last = self._take_opening() + b"".join(self._event(piece) for piece in self._pieces.rest())
+        last += self._chunk({}, "text", finish_reason=self._pieces.finish_reason)
         if self._chat.include_usage:
             last += event({**self._head, "choices": [], "usage": answer_usage(stream, self._text_stage)})
         return last + DONE

@@ -9,6 +9,7 @@ import msgspec
 import numpy
 from numpy.typing import NDArray
 
+from omni_bus.api.tools import function_json
 from omni_bus.api.voice.items import InputAudio, InputImage, InputText, Item, OutputAudio, OutputText, Part
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart, ToolCall
 from omni_bus.wire import HostTensor
@@ -55,11 +56,9 @@ def to_chat(
 
 
 def chat_tool(tool: Mapping[str, Any]) -> str:
-    """A session's tool as the JSON text that ChatInput.tools holds; one that has OpenAI's chat form already stays as it is."""
+    """A session's tool, or one in OpenAI's chat form, as the JSON text that ChatInput.tools holds."""
     function = tool.get("function")
-    if not isinstance(function, Mapping):
-        function = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
-    return msgspec.json.encode({"type": "function", "function": function}).decode()
+    return function_json(function if isinstance(function, Mapping) else tool)
 
 
 def _broken_off(item: Item) -> bool:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
+from omni_bus.api.tools import new_call_id
+
 SAMPLE_RATE = 16_000  # of the audio that is kept, as the models take it
 
 Kind = Literal["message", "function_call", "function_call_output"]
@@ -174,10 +176,6 @@ class Item:
 
 def new_item_id() -> str:
     return f"item_{secrets.token_hex(12)}"
-
-
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
 
 
 def whole_ms(duration_ms: float) -> int:

@@ -10,19 +10,16 @@ import numpy
 from numpy.typing import NDArray
 
 from omni_bus.api.served import ServedModel
+from omni_bus.api.tools import NamedTool, must_call
 from omni_bus.api.voice.chat_prompt import to_chat
 from omni_bus.api.voice.events import snapshot
 from omni_bus.api.voice.items import InputAudio, Item, OutputAudio
-from omni_bus.api.voice.settings import NamedTool, SessionSettings
+from omni_bus.api.voice.settings import SessionSettings
 from omni_bus.api.voice.spoken_words import spoken_part
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput
 from omni_bus.sampling import SamplingParams
 from omni_bus.wire import HostTensor
-
-# There is no way to force a model's hand: these are asked for in words.
-_MUST_CALL = "Answer by calling one of the functions, with no other words."
-_MUST_CALL_IT = "Answer by calling the function {name}, with no other words."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +104,7 @@ def _heard(items: Sequence[Item]) -> tuple[tuple[Item, int], ...]:
 
 def _instructions(settings: SessionSettings, tools: Sequence[Mapping[str, Any]]) -> str | None:
     said = [settings.instructions] if settings.instructions else []
-    if tools and settings.tool_choice == "required":
-        said.append(_MUST_CALL)
-    elif tools and isinstance(settings.tool_choice, NamedTool):
-        said.append(_MUST_CALL_IT.format(name=settings.tool_choice.name))
+    asked = must_call(settings.tool_choice) if tools else None
+    if asked is not None:
+        said.append(asked)
     return "\n\n".join(said) or None

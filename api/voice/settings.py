@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from omni_bus.api.served import ServedModel
+from omni_bus.api.tools import NamedTool, ToolChoice
 from omni_bus.api.voice.formats import AudioFormat
 from omni_bus.api.voice.items import Item
 from omni_bus.api.voice.turn_config import ServerVad, TurnDetection
 from omni_bus.sampling import SamplingParams
+
+__all__ = ["NamedTool", "ResponseWish", "SessionSettings", "ToolChoice", "Transcription"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,16 +23,6 @@ class Transcription:
     model: str | None = None
     language: str = ""  # ISO 639-1
     prompt: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedTool:
-    """tool_choice: this function."""
-
-    name: str
-
-
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import msgspec
+import pytest
 
 from omni_bus.api.chat_request import parse_chat
 from omni_bus.api.served import ServedModel
@@ -48,6 +49,29 @@ FULL: dict[str, Any] = {
     "sampling": {"talker": {"top_k": 5, "stop": "b"}},
     "timeout": 5,
 }
+WITH_CALLS: dict[str, Any] = {
+    "model": "scripted",
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}},
+                {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "2", "content": "b"},
+        {"role": "tool", "tool_call_id": "1", "content": ""},
+    ],
+    "tools": [
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}},
+        {"type": "function", "function": {"name": "g"}},
+    ],
+    "tool_choice": {"type": "function", "function": {"name": "f"}},
+    "parallel_tool_calls": False,
+}
+BASES = pytest.mark.parametrize("base", [FULL, WITH_CALLS], ids=["media", "calls"])
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 0.5, -0.0, 1e308, "", "a", "text", "\x00", "\U0001f600", "{}",
     [], {}, [[]], [None], [{}], {"type": "text"}, {"a": 1}, "wav", "audio", ["text"] * 100, "data:image/png;base64,AAAA",
@@ -61,7 +85,7 @@ def mutated(value: Any, chance: random.Random) -> Any:
     if isinstance(value, dict):
         kept = {key: mutated(item, chance) for key, item in value.items() if chance.random() > 0.02}
         if chance.random() < 0.05:
-            kept[chance.choice(list(FULL))] = chance.choice(VALUES)
+            kept[chance.choice([*FULL, *WITH_CALLS])] = chance.choice(VALUES)
         return kept
     if isinstance(value, list):
         return [mutated(item, chance) for item in value for _ in range(chance.choice((1,) * 12 + (0, 2)))]
@@ -75,19 +99,21 @@ def attempt(body: bytes) -> bool:
         assert error.status in (400, 404, 422) and error.message
         error.message.encode()
         return False
-    msgspec.msgpack.encode([chat.options, ChatInput(chat.messages), chat.deadline_s])
+    msgspec.msgpack.encode([chat.options, ChatInput(chat.messages, chat.tools), chat.deadline_s])
     return True
 
 
-def test_random_fields() -> None:
+@BASES
+def test_random_fields(base: dict[str, Any]) -> None:
     chance = random.Random(11)
-    good = sum(attempt(json.dumps(mutated(FULL, chance)).encode()) for _ in range(4000))
+    good = sum(attempt(json.dumps(mutated(base, chance)).encode()) for _ in range(4000))
     assert 50 < good < 3950, "the mutations reach both sides"
 
 
-def test_random_bytes() -> None:
+@BASES
+def test_random_bytes(base: dict[str, Any]) -> None:
     chance = random.Random(12)
-    body = json.dumps(FULL, ensure_ascii=False).encode()
+    body = json.dumps(base, ensure_ascii=False).encode()
     for _ in range(4000):
         damaged = bytearray(body)
         for _ in range(chance.randint(1, 4)):
