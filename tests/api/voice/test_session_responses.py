@@ -9,15 +9,15 @@ import time
 import numpy
 import pytest
 
-from omni_bus.api.voice import events
+from omni_bus.api.voice import events, response
 from omni_bus.api.voice.items import InputText, Item, OutputAudio
-from omni_bus.api.voice.session import MAX_OUT_OF_BAND, ResponseRefused
+from omni_bus.api.voice.responses import MAX_LEAVING, MAX_OUT_OF_BAND, ResponseRefused
 from omni_bus.api.voice.settings import NamedTool, ResponseWish
 from omni_bus.errors import InvalidRequest, Overloaded, PromptTooLong, RateLimited, StageFailed
 from omni_bus.payloads import Message, TextPart, ToolCall
 from omni_bus.sampling import SamplingParams
 from tests.api.voice.conftest import Seen, StartSession
-from tests.support.scripted_bus import FOREVER, audio, text
+from tests.support.scripted_bus import FOREVER, ScriptedStream, audio, text
 
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -86,7 +86,7 @@ async def test_audio_is_never_further_ahead_than_its_lead_and_text_does_not_wait
     assert len(spoken(seen)) < 2 * len(SECOND)
     assert seen.bus.streams[0].used < 2, "what has not been used up gives its stage no credit"
     while not seen.of(events.ResponseDone):
-        assert seen.session._clock.lead_s(time.monotonic()) <= lead_s
+        assert seen.session._history.clock.lead_s(time.monotonic()) <= lead_s
         seen.changed.clear()
         await asyncio.wait_for(seen.changed.wait(), 30)
     assert time.monotonic() - began > 1.0, "two seconds of audio, and less than half a second of lead"
@@ -446,6 +446,34 @@ async def test_a_closed_session_leaves_no_request_and_tells_nothing(start: Start
     assert all(stream.cancelled.is_set() for stream in seen.bus.streams)
     assert len(seen.events) == told
     assert seen.metric('omni_bus_voice_responses_total{status="cancelled"}') == 2
+
+
+async def test_a_client_waits_while_the_stages_let_go_of_too_much(start: StartSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each response that was cancelled holds its whole prompt until every stage has let go of it."""
+    let_go = asyncio.Event()
+
+    async def cancel(stream: ScriptedStream) -> None:
+        await let_go.wait()
+
+    async def begin_and_cancel() -> None:
+        for count in range(1, 3 * MAX_LEAVING + 1):
+            respond(seen)
+            await seen.until(events.OutputTextDelta, count)
+            seen.session.cancel_response()
+            await seen.session.drained()
+
+    monkeypatch.setattr(ScriptedStream, "cancel", cancel)
+    monkeypatch.setattr(response, "ACKNOWLEDGE_S", 60.0)
+    seen = await start(settings={"speaks": False})
+    seen.bus.script = (text("Hello"), FOREVER)
+    asking = asyncio.create_task(begin_and_cancel())
+    await done(seen, MAX_LEAVING + 1)
+    for _ in range(2000):
+        await asyncio.sleep(0)
+    assert len(seen.of(events.ResponseCreated)) == MAX_LEAVING + 1
+    let_go.set()
+    await asyncio.wait_for(asking, 30)
+    assert len(seen.of(events.ResponseCreated)) == 3 * MAX_LEAVING
 
 
 async def test_audio_in_other_formats(start: StartSession) -> None:
