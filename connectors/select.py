@@ -12,6 +12,7 @@ from omni_bus.connectors.cuda_ipc import CudaIpcConnector
 from omni_bus.connectors.inline import InlineConnector
 from omni_bus.connectors.local import LocalConnector
 from omni_bus.connectors.shm import LIMIT_BYTES, SEGMENT_BYTES, ShmConnector
+from omni_bus.connectors.tcp import TcpConnector
 from omni_bus.errors import ProtocolViolation
 from omni_bus.events import EdgeRoute, TensorRef
 
@@ -36,20 +37,23 @@ class Connectors:
         segment_bytes: int = SEGMENT_BYTES,
         limit: int = LIMIT_BYTES,
         cuda_ipc: CudaIpcConnector | None = None,
+        tcp: TcpConnector | None = None,
     ) -> None:
         self._inline = InlineConnector()
         self._shm = ShmConnector(tag, segment_bytes=segment_bytes, limit=limit)
         self._cuda_ipc = cuda_ipc or CudaIpcConnector(tag)
-        connectors: tuple[Connector, ...] = (self._inline, LocalConnector(), self._shm, self._cuda_ipc)
+        self.tcp = tcp or TcpConnector()
+        connectors: tuple[Connector, ...] = (self._inline, LocalConnector(), self._shm, self._cuda_ipc, self.tcp)
         self._by_name = {connector.name: connector for connector in connectors}
 
     def check_route(self, route: EdgeRoute) -> None:
         """Raise ProtocolViolation for a connector that this process does not have."""
-        self._named(route.connector)
+        if self._named(route.connector) is self.tcp and not (route.to and self.tcp.endpoint):
+            raise ProtocolViolation(f"edge {route.edge} leads to another host, and one of the two has no data socket")
 
     def takes_room(self, route: EdgeRoute, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether `put` may find no room for these."""
-        if route.connector not in (self._shm.name, self._cuda_ipc.name):
+        if route.connector not in (self._shm.name, self._cuda_ipc.name, self.tcp.name):
             return False
         return any(self._chosen(route, tensor) is not self._inline for tensor in tensors.values())
 
@@ -64,7 +68,8 @@ class Connectors:
         refs: list[TensorRef] = []
         try:
             for name, tensor in tensors.items():
-                ref = self._chosen(route, tensor).put(name, tensor, frames)
+                chosen = self._chosen(route, tensor)
+                ref = self.tcp.send(route.to, name, tensor) if chosen is self.tcp else chosen.put(name, tensor, frames)
                 if ref is None:
                     self.release(refs)
                     return None
@@ -73,6 +78,10 @@ class Connectors:
             self.release(refs)
             raise
         return Parcel(tuple(refs), frames)
+
+    def await_any(self, refs: Sequence[TensorRef]) -> bool:
+        """Whether one of these tensors is still on its way from another host."""
+        return any(ref.connector == self.tcp.name and not self.tcp.here(ref) for ref in refs)
 
     def get(self, refs: Sequence[TensorRef], frames: Sequence[Frame], *, inline_only: bool = False) -> dict[str, torch.Tensor]:
         """The tensors by name. Raises ProtocolViolation or StaleTensor. `inline_only` for refs that a client made."""
@@ -98,6 +107,7 @@ class Connectors:
         """Let go of other processes' segments that are gone."""
         self._shm.prune()
         self._cuda_ipc.prune()
+        self.tcp.prune()
 
     def close(self) -> None:
         for connector in self._by_name.values():

@@ -46,10 +46,7 @@ class Binder:
             options=request.options,
             deadline_s=request.deadline - now,
             inputs=tuple(edge.name for edge in request.inputs(stage)),
-            outputs=tuple(
-                events.EdgeRoute(edge.name, self._connector(edge, request.bindings), edge.credits)
-                for edge in request.outputs(stage)
-            ),
+            outputs=tuple(self._route(edge, request.bindings) for edge in request.outputs(stage)),
         )
 
     def _fits(self, request: Request, replica: Replica, chosen: dict[str, Replica]) -> bool:
@@ -59,6 +56,12 @@ class Binder:
             for edge in request.edges.values()
             for end, other in ((edge.source, edge.target), (edge.target, edge.source))
             if end == replica.stage and other in chosen
+        )
+
+    def _route(self, edge: Edge, bindings: dict[str, Replica]) -> events.EdgeRoute:
+        connector = self._connector(edge, bindings)
+        return events.EdgeRoute(
+            edge.name, connector, edge.credits, bindings[edge.target].worker.data if connector == "tcp" else ""
         )
 
     def _connector(self, edge: Edge, bindings: dict[str, Replica]) -> str:

@@ -1,4 +1,6 @@
-"""The broker's I/O: one ROUTER socket between all peers, the orchestrator's decisions carried out, a timer only where one is due."""
+"""The broker's I/O: a ROUTER socket between all peers, a second one for other hosts, the orchestrator's decisions carried out, a timer
+only where one is due.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,18 @@ import pathlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import zmq
 
 from omni_bus import wire
-from omni_bus.deployment import Deployment
-from omni_bus.errors import ProtocolViolation
+from omni_bus.attach import is_remote
+from omni_bus.deployment import BusConfig, Deployment
+from omni_bus.errors import ConfigError, ProtocolViolation
+from omni_bus.keys import KnownKeys, ServerSecrets, server_pair
 from omni_bus.orchestrator import Message, Orchestrator
 from omni_bus.pump import Pump
+from omni_bus.remote_door import RemoteDoor
 from omni_bus.spec import PipelineSpec
 
 MAX_FRAME = 2**30  # bytes; a peer that sends more is disconnected
@@ -27,10 +33,18 @@ LINGER_MS = 500  # for the last events of a broker that stops
 class Broker:
     """Binds `endpoint` and serves until `stop`. Runs on the current asyncio loop, needs no task."""
 
-    def __init__(self, endpoint: str, pipeline: PipelineSpec, deployment: Deployment, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        pipeline: PipelineSpec,
+        deployment: Deployment,
+        log: Callable[[str], None],
+        secrets: ServerSecrets | None = None,
+    ) -> None:
+        """`secrets` are needed with `bus.listen`. Raises ConfigError where that is no place to listen, or its keys cannot be read."""
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
-        self._orchestrator = Orchestrator(pipeline, deployment, log=log, now=time.monotonic())
+        self._orchestrator = Orchestrator(pipeline, deployment, log=log, now=time.monotonic(), secrets=secrets)
         self._timer: asyncio.TimerHandle | None = None
         self._arming: asyncio.Handle | None = None
         self._clock_version = -1
@@ -50,6 +64,13 @@ class Broker:
         self._monitor_pump = Pump(self._loop, self._monitor, self._on_disconnected)
         self._socket.bind(endpoint)
         self._pump = Pump(self._loop, self._socket, self._on_message)
+        self._door: RemoteDoor | None = None
+        if deployment.bus.listen:
+            try:
+                self._door = self._open_door(deployment.bus, log)
+            except ConfigError:
+                self.close()
+                raise
 
     def stop(self) -> None:
         """End what runs and tell every peer; `wait` returns when that is done."""
@@ -70,23 +91,51 @@ class Broker:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
+        if self._door is not None:
+            self._door.close()
         self._context.term()
         if self._endpoint.startswith("ipc://"):  # ZeroMQ leaves the file
             pathlib.Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
+    def _open_door(self, bus: BusConfig, log: Callable[[str], None]) -> RemoteDoor:
+        directory = pathlib.Path(bus.keys)
+        return RemoteDoor(
+            self._context,
+            bus.listen,
+            server_pair(directory),
+            KnownKeys(directory),
+            on_message=self._on_remote_message,
+            on_closed=self._connection_closed,
+            log=log,
+        )
+
     def _on_message(self, frames: list[zmq.Frame]) -> None:
+        if is_remote(frames[0].bytes):
+            return  # a name that is for other hosts only; answers to it would not come here
+        self._read(frames, wire.at_broker)
+
+    def _on_remote_message(self, frames: list[zmq.Frame]) -> None:
+        """A worker's events, or the question of one that is to come; nobody else has business at that door."""
+        peer = frames[0].bytes
+        if is_remote(peer):
+            self._read(frames, wire.from_remote)
+
+    def _read(self, frames: list[zmq.Frame], decode: wire.HeaderDecoder[Any]) -> None:
         peer = frames[0].bytes
         now = time.monotonic()
         try:
             if len(frames) < 2:
                 raise ProtocolViolation("a message without a header")
-            event = wire.at_broker(frames[1].buffer)
+            event = decode(frames[1].buffer)
         except ProtocolViolation as error:
             self._carry_out(self._orchestrator.malformed(peer, error, now))
         else:
             self._carry_out(self._orchestrator.handle(peer, event, frames[2:], now))
 
     def _on_disconnected(self, frames: list[zmq.Frame]) -> None:
+        self._connection_closed()
+
+    def _connection_closed(self) -> None:
         if self._probe is None:
             self._probe = self._loop.call_later(PROBE_S, self._send_probe)
 
@@ -100,7 +149,8 @@ class Broker:
         while waiting:
             peer, event, frames = waiting.popleft()
             try:
-                self._pump.send([peer, wire.encode(event), *frames])
+                way = self._door if self._door is not None and is_remote(peer) else self._pump
+                way.send([peer, wire.encode(event), *frames])
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise

@@ -14,6 +14,7 @@ import uvloop
 
 from omni_bus.broker import Broker
 from omni_bus.deployment import RunDir
+from omni_bus.errors import ConfigError
 from omni_bus.process import die_with_parent
 from omni_bus.spec import load_pipeline
 
@@ -26,7 +27,7 @@ def log(line: str) -> None:
 async def serve(run_dir: RunDir) -> None:
     """Serve one deployment until SIGTERM."""
     deployment = run_dir.read()
-    broker = Broker(run_dir.broker, load_pipeline(deployment.model.pipeline), deployment, log)
+    broker = Broker(run_dir.broker, load_pipeline(deployment.model.pipeline), deployment, log, run_dir.secrets())
     try:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, broker.stop)
@@ -39,11 +40,16 @@ async def serve(run_dir: RunDir) -> None:
         broker.close()
 
 
-def main() -> None:
+def main() -> int:
     die_with_parent()
     os.umask(0o077)
-    uvloop.run(serve(RunDir(pathlib.Path(sys.argv[1]))))
+    try:
+        uvloop.run(serve(RunDir(pathlib.Path(sys.argv[1]))))
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

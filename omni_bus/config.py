@@ -21,14 +21,16 @@ from omni_bus.config_values import BadValue, convert
 from omni_bus.deployment import ApiConfig, BusConfig, Deployment, EdgeConfig, ModelConfig, StageConfig
 from omni_bus.devices import usable_cores
 from omni_bus.errors import ConfigError, InvalidRequest
+from omni_bus.keys import server_pair
 from omni_bus.names import did_you_mean
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec, load_pipeline, pipeline_names
+from omni_bus.tcp_endpoint import TcpEndpoint
 
 TABLES = ("model", "api", "bus", "stages", "edges")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MPS = ("off", "auto", "on")
-CONNECTORS = ("auto", "inline", "local", "shm", "cuda_ipc")
+CONNECTORS = ("auto", "inline", "local", "shm", "cuda_ipc", "tcp")
 
 Rule = tuple[Callable[[Any], bool], str]
 RULES: dict[str, Rule] = {
@@ -56,7 +58,7 @@ RULES: dict[str, Rule] = {
     "bus.drain_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 to 86400"),
     "bus.restart_backoff_s": (lambda seconds: 0.01 <= seconds <= 30, "from 0.01 to 30"),
     "stage.devices": (bool, 'a list of at least one device, such as ["cpu"] or ["cuda:0"]'),
-    "stage.replicas": (lambda count: 1 <= count <= 256, "from 1 to 256"),
+    "stage.replicas": (lambda count: 0 <= count <= 256, "from 0 (with bus.listen) to 256"),
     "stage.dtype": (lambda name: name in DTYPES, f"one of {', '.join(DTYPES)}"),
     "stage.threads": (lambda count: 0 <= count <= 1024, "from 0 (computed) to 1024"),
     "stage.max_batch": (lambda rows: 1 <= rows <= 4096, "from 1 to 4096"),
@@ -136,6 +138,8 @@ class _Checker:
         bus = self._struct(BusConfig, ("bus",), "bus")
         if api is not None:
             api = self._api_keys(api)
+        if bus is not None:
+            bus = self._bus_keys(bus)
         if bus is not None and bus.lost_after_s < 2 * bus.heartbeat_s:
             self.report(("bus", "lost_after_s"), f": must be at least twice bus.heartbeat_s, which is {bus.heartbeat_s:g}")
         if pipeline is None:
@@ -191,6 +195,29 @@ class _Checker:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             self.report(key, f": {file} cannot be read: {reason}")
         return msgspec.structs.replace(api, api_keys_file=str(file.absolute()))
+
+    def _bus_keys(self, bus: BusConfig) -> BusConfig:
+        """`listen` and `keys`, which need each other; the directory as an absolute path."""
+        if bus.listen:
+            try:
+                TcpEndpoint.parse(bus.listen)
+            except ValueError as error:
+                self.report(("bus", "listen"), f": {error}")
+            if not bus.keys:
+                advice = "make some with `omni-bus keys new DIR` and name the directory"
+                self.report(("bus", "listen"), f": without bus.keys anybody could attach; {advice}")
+        if not bus.keys:
+            return bus
+        key = ("bus", "keys")
+        if not bus.listen:
+            self.report(key, ": of no use without bus.listen; leave it out, or say where to listen")
+            return bus
+        directory = (self.layers.origin(key).directory or pathlib.Path()) / pathlib.Path(bus.keys).expanduser()
+        try:
+            server_pair(directory)
+        except ConfigError as error:
+            self.report(key, f": {error.message}")
+        return msgspec.structs.replace(bus, keys=str(directory.absolute()))
 
     def _named(
         self, path: KeyPath, specs: dict[str, Any], read: Callable[..., Any], what: str, pipeline: PipelineSpec

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from omni_bus.keys import ServerSecrets
 from omni_bus.sampling import SamplingParams
 
 
@@ -53,6 +54,8 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     mps: str = "off"  # off | auto | on: run NVIDIA MPS for worker processes that share a GPU
     trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
     drain_s: float = 10.0  # for running requests where a replica, or the whole server on SIGTERM, is drained
+    listen: str = ""  # "tcp://HOST:PORT", where workers from other hosts attach; "" = nowhere
+    keys: str = ""  # directory of `omni-bus keys new`: the server's certificate, and those of the workers that may attach
     restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
 
 
@@ -72,7 +75,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """[edges."a->b"]: `connector` may force one; `options` as in StageConfig."""
 
-    connector: str = "auto"  # auto | inline | local | shm | cuda_ipc
+    connector: str = "auto"  # auto | inline | local | shm | cuda_ipc | tcp
     credits: int
     options: dict[str, Any] = {}
 
@@ -140,8 +143,30 @@ class RunDir:
         """Where MPS has its sockets."""
         return self.path / "mps"
 
+    @property
+    def attachment(self) -> pathlib.Path:
+        """On a host that brings workers to another's broker: how they reach it (attach.Attachment)."""
+        return self.path / "attachment.json"
+
+    @property
+    def _secrets(self) -> pathlib.Path:
+        return self.path / "secrets.json"
+
+    def secrets(self) -> ServerSecrets | None:
+        """None where no other host may attach."""
+        try:
+            return msgspec.json.decode(self._secrets.read_bytes(), type=ServerSecrets)
+        except FileNotFoundError:
+            return None
+
+    def write_secrets(self, secrets: ServerSecrets) -> None:
+        self._secrets.touch(mode=0o600)
+        self._secrets.write_bytes(msgspec.json.encode(secrets))
+
     def write(self, deployment: Deployment) -> None:
         """Whoever reads meanwhile sees the old or the new one, whole."""
+        if deployment.bus.listen and not self._secrets.exists():
+            self.write_secrets(ServerSecrets.new())
         written = self.path / "deployment.json.new"
         written.write_bytes(msgspec.json.encode(deployment))
         written.replace(self.path / "deployment.json")

@@ -25,7 +25,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
     inline: `offset` is the index of the payload frame. shm, cuda_ipc: `segment` names the pooled segment, `offset` the first byte
     in it, `generation` the slot's generation at `put` (a reader that finds another one raises StaleTensor); cuda_ipc: `segment` is the
     buffer's control page, and `fence` the number of the slot's events on it. local: `segment` is "" and `generation` the key in the
-    process's table.
+    process's table. tcp: `segment` names the sending process, `generation` numbers its tensors, `offset` is the slot's place in its pool.
     """
 
     name: str
@@ -54,8 +54,9 @@ class EdgeRoute(msgspec.Struct, frozen=True, array_like=True):
     """How a producer sends on one output edge of one request, decided by the broker from where both ends run."""
 
     edge: str
-    connector: str  # inline | local | shm | cuda_ipc: for tensors above 64 KiB (cuda_ipc: for all on a GPU); others go inline
+    connector: str  # inline | local | shm | cuda_ipc | tcp: for large tensors (cuda_ipc: for all on a GPU); others go inline
     credits: int  # chunks that may be unconsumed before the producer pauses
+    to: str = ""  # tcp: the consumer's data socket, as `Register.data` has it
 
 
 class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,6 +265,21 @@ class Open(Event, frozen=True, kw_only=True):
     outputs: tuple[EdgeRoute, ...]
 
 
+class Attached(Event, frozen=True):
+    """Answers Attach: what a worker on another host needs to serve. Sent over CURVE only, as it carries a key."""
+
+    server: str  # the server's id: another one has other keys, and perhaps another deployment
+    deployment: bytes  # JSON of a Deployment, without what concerns the API and its keys
+    data_public: str  # the key pair of all data sockets of this server, Z85
+    data_secret: str
+
+
+class Refused(Event, frozen=True):
+    """Answers Attach or Register: this worker cannot serve here. `error.code` is "other_server" where it may attach anew."""
+
+    error: ErrorInfo
+
+
 class Chunk(Event, frozen=True):
     """One chunk on one edge of one request; seq counts from 0 for each (request, edge); `last` closes the edge."""
 
@@ -299,13 +315,30 @@ class Shutdown(Event, frozen=True):
 # ---- worker → broker
 
 
+class Attach(Event, frozen=True, kw_only=True):
+    """First message of a command that brings workers from another host; asks for Attached, and binds nobody."""
+
+    stages: tuple[str, ...]
+    pipeline: str = ""  # the one it wants to serve; "" = whichever it is
+    version: str = ""  # of omni-bus there
+    protocol: int = PROTOCOL
+
+
+class Leave(Event, frozen=True):
+    """A worker wants to go: it is given nothing new, and Shutdown once all that it holds has ended."""
+
+
 class Register(Event, frozen=True, kw_only=True):
-    worker: str  # the process's name, e.g. "thinker.0"; also its identity at the broker
+    worker: str  # the process's name, e.g. "thinker.0", or "talker@gpu2-3f9a1c.0"; also its identity at the broker
     pid: int
     host: str
     boot: str  # boot id: same host and boot → shm reaches
     replicas: tuple[StageReplica, ...]
     protocol: int = PROTOCOL
+    version: str = ""  # of omni-bus there; it and the following two must be said by a worker on another host
+    pipeline: str = ""
+    server: str = ""  # the server's id, from Attached
+    data: str = ""  # endpoint of its data socket; "*" as the host means the broker's; "" = it has none
 
 
 class Load(Event, frozen=True):
@@ -348,5 +381,5 @@ class Heartbeat(Event, frozen=True):
 
 ClientToBroker = Hello | Submit | Append | CancelRequest | Consumed | StatusQuery | Exited | Expect | DrainWorker | StopServing
 BrokerToClient = Welcome | Ping | Delta | Consumed | Completed | RequestFailed | RequestCancelled | Status | Shutdown
-BrokerToWorker = Open | Chunk | Consumed | Close | Cancel | Drain | Shutdown
-WorkerToBroker = Register | Load | Ready | Chunk | Consumed | Done | Failed | Cancelled | Heartbeat
+BrokerToWorker = Open | Chunk | Consumed | Close | Cancel | Drain | Shutdown | Ping | Attached | Refused
+WorkerToBroker = Attach | Leave | Register | Load | Ready | Chunk | Consumed | Done | Failed | Cancelled | Heartbeat

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from omni_bus import events
+from omni_bus.attach import Reception, is_remote
 from omni_bus.binding import Binder
 from omni_bus.deployment import Deployment
 from omni_bus.drains import Drains
 from omni_bus.errors import OmniBusError, ProtocolViolation, ShuttingDown
+from omni_bus.keys import ServerSecrets
 from omni_bus.lifecycle import Lifecycle
 from omni_bus.registry import Registry, Worker
 from omni_bus.request import Frames
@@ -34,8 +36,19 @@ class Client:
 
 
 class Orchestrator:
-    def __init__(self, pipeline: PipelineSpec, deployment: Deployment, *, log: Callable[[str], None], now: float) -> None:
+    def __init__(
+        self,
+        pipeline: PipelineSpec,
+        deployment: Deployment,
+        *,
+        log: Callable[[str], None],
+        now: float,
+        secrets: ServerSecrets | None = None,
+    ) -> None:
+        """`secrets`: what workers on other hosts are told; None: none of them may attach."""
         self._pipeline = pipeline
+        self._reception = Reception(pipeline, deployment, secrets)
+        self._drain_s = deployment.bus.drain_s
         self._lost_after_s = deployment.bus.lost_after_s
         self._log = log
         self._started = now
@@ -57,7 +70,9 @@ class Orchestrator:
         """One event of one peer."""
         worker = self.registry.get(peer)
         try:
-            if isinstance(event, events.Register):
+            if isinstance(event, events.Attach):
+                self._send(peer, self._reception.attach(event), ())
+            elif isinstance(event, events.Register):
                 self._register(peer, event, now)
             elif isinstance(event, events.Hello):
                 self._hello(peer, event)
@@ -84,8 +99,10 @@ class Orchestrator:
         return self._flush(now)
 
     def probe(self) -> list[Message]:
-        """Some connection closed; find out whose by sending to every client."""
-        return [(peer, events.Ping(), ()) for peer, client in self._clients.items() if client.role == "client"]
+        """Some connection closed; find out whose by sending to every client, and to every worker whose process we cannot watch."""
+        clients = [peer for peer, client in self._clients.items() if client.role == "client"]
+        remote = [worker.peer for worker in self.registry if worker.remote and worker.attached]
+        return [(peer, events.Ping(), ()) for peer in (*clients, *remote)]
 
     def tick(self, now: float) -> list[Message]:
         """Do what the clock demands. To be called at `next_tick`, or at any other time."""
@@ -169,6 +186,8 @@ class Orchestrator:
     def _stranger(self, peer: bytes, event: events.Event) -> None:
         """Someone who did not introduce itself. A worker that an earlier broker knew has to start anew."""
         self._log(f"{type(event).__name__} from a peer that did not introduce itself")
+        if is_remote(peer):
+            return  # its connection was cut; it registers as soon as it sees that
         if isinstance(event, events.WorkerToBroker) and not isinstance(event, events.Consumed):
             self._send(peer, events.Shutdown(), ())
         elif isinstance(event, events.Submit):
@@ -183,8 +202,12 @@ class Orchestrator:
         before = self.registry.get(peer)
         if before is not None and before.attached:
             self._lose(before, "it was started again", now)
-        if event.protocol != events.PROTOCOL or self._stop_at is not None:
+        if self._stop_at is not None:
             self._send(peer, events.Shutdown(), ())
+            return
+        if (error := self._reception.refuse(event)) is not None:
+            self._log(f"a worker is refused: {error.message}")
+            self._send(peer, events.Refused(error), ())
             return
         try:
             worker = self.registry.register(peer, event, now)
@@ -210,6 +233,8 @@ class Orchestrator:
                 self.lifecycle.failed(worker, event, now)
             case events.Cancelled():
                 self.lifecycle.cancelled(worker, event, now)
+            case events.Leave():
+                self._drain(worker, self._drain_s, now)
             case events.Heartbeat():
                 self.registry.heartbeat(worker, event.loads)
             case events.Load():

@@ -38,7 +38,9 @@ def _device_problems(deployment: Deployment, pipeline: PipelineSpec, smaller: st
                 yield path, f": stage {name} {wrong}; {smaller}--set 'stages.{name}.devices=[\"cpu\"]'"
             elif wrong is not None:
                 yield path, f": {wrong}"
-        if len(stage.devices) > stage.replicas:
+        if not stage.replicas and not deployment.bus.listen:
+            yield ("stages", name, "replicas"), ": 0 leaves the stage to other hosts, which need bus.listen to attach"
+        if len(stage.devices) > max(1, stage.replicas):
             yield path, f": lists {len(stage.devices)} devices for {stage.replicas} replica(s); the rest would never be used"
 
 
@@ -73,6 +75,8 @@ def _connector_problems(deployment: Deployment, pipeline: PipelineSpec) -> Itera
         if CLIENT in (edge.source, edge.target):
             if connector not in ("auto", "inline"):
                 yield path, f': an edge of the client has "auto" or "inline", not "{connector}"'
+        elif connector == "tcp" and not deployment.bus.listen:
+            yield path, ': "tcp" leads to other hosts, which need bus.listen to attach; say "auto"'
         elif connector == "local" and len({deployment.stages[end].process or end for end in (edge.source, edge.target)}) > 1:
             yield (
                 path,

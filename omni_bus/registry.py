@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+from omni_bus.attach import is_remote
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ProtocolViolation
 from omni_bus.events import Expect, Load, Ready, Register, ReplicaStatus, StageLoad
@@ -29,6 +30,7 @@ class Worker:
     boot: str = ""
     restarts: int = 0
     heard: float = 0.0  # monotonic time of its last event
+    data: str = ""  # endpoint of its data socket
     replicas: dict[str, Replica] = dataclasses.field(default_factory=dict)
     requests: set[int] = dataclasses.field(default_factory=set)  # ids of the requests bound to any of its replicas
 
@@ -43,9 +45,13 @@ class Worker:
         return int(number) if number.isascii() and number.isdigit() else 0
 
     @property
+    def remote(self) -> bool:
+        return is_remote(self.peer)
+
+    @property
     def machine(self) -> tuple[str, str]:
-        """Equal where shared memory reaches from one to the other."""
-        return self.host, self.boot
+        """Equal where shared memory reaches from one to the other: never for one that came over the network, whatever host it says."""
+        return (self.name, "") if self.remote else (self.host, self.boot)
 
     @property
     def attached(self) -> bool:
@@ -85,10 +91,14 @@ class Replica:
         """The best connector for tensors between here and there."""
         if self.worker is other.worker:
             return "local"
-        return "shm" if self.worker.machine == other.worker.machine else "inline"
+        if self.worker.machine == other.worker.machine:
+            return "shm"
+        return "tcp" if self.can("tcp", other) else "inline"
 
     def can(self, connector: str, other: Replica) -> bool:
         """Whether a forced connector works between here and there."""
+        if connector == "tcp":
+            return bool(self.worker.data and other.worker.data)
         reach = self.reach(other)
         same_host = reach in ("local", "shm")
         on_gpus = self.device.startswith("cuda") and other.device.startswith("cuda")
@@ -139,7 +149,7 @@ class Registry:
             raise ProtocolViolation("a worker registered under another name, or with stages that are not the pipeline's")
         before = self._workers.get(peer)
         restarts = before.restarts + 1 if before is not None and before.pid else 0
-        worker = Worker(event.worker, event.pid, event.host, event.boot, restarts, now)
+        worker = Worker(event.worker, event.pid, event.host, event.boot, restarts, now, event.data)
         worker.replicas = {
             replica.stage: Replica(replica.stage, worker, replica.device, replica.capacity, ReplicaState.LOADING)
             for replica in event.replicas

@@ -50,6 +50,7 @@ class HeaderDecoder(Generic[EventT]):
 at_broker: HeaderDecoder[events.ClientToBroker | events.WorkerToBroker] = HeaderDecoder(
     events.ClientToBroker | events.WorkerToBroker
 )
+from_remote: HeaderDecoder[events.WorkerToBroker] = HeaderDecoder(events.WorkerToBroker)  # of another host: at the broker, too
 at_client: HeaderDecoder[events.BrokerToClient] = HeaderDecoder(events.BrokerToClient)
 at_worker: HeaderDecoder[events.BrokerToWorker] = HeaderDecoder(events.BrokerToWorker)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
 from omni_bus.workers.link import BrokerLink
+from omni_bus.workers.load_news import LOOK_S
 
 
 class Driven(Protocol):
@@ -21,6 +23,12 @@ class Driven(Protocol):
         """One step of each stage that has work."""
 
     def heartbeat(self) -> None: ...
+    def tell_load(self) -> None:
+        """A heartbeat ahead of its time, if the load is news."""
+
+    def leave(self) -> None:
+        """Ask to go; may be called again and again."""
+
     @property
     def leaving(self) -> bool: ...
 
@@ -29,6 +37,7 @@ class Stop(Protocol):
     """What ends the loop from outside: workers.stop_signal."""
 
     raised: bool
+    leave: bool  # the end is wanted once all that runs has finished
 
     def clear(self) -> None: ...
 
@@ -36,19 +45,29 @@ class Stop(Protocol):
 def run(worker: Driven, link: BrokerLink, stop: Stop, heartbeat_s: float) -> None:
     """Until the worker leaves or a signal asks for it."""
     due = time.monotonic()
+    look = math.inf  # when the load is to be looked at: soon after something happened
     while not (worker.leaving or stop.raised):
         now = time.monotonic()
         if now >= due:
             worker.heartbeat()
-            due = now + heartbeat_s
-        if worker.has_work():
+            due, look = now + heartbeat_s, math.inf
+        elif now >= look:
+            worker.tell_load()
+            look = math.inf
+        happened = worker.has_work()
+        if happened:
             link.wait(0.0)
         else:
             wake = worker.wake_at()
-            link.wait((due if wake is None else min(due, wake)) - now)
+            link.wait(min(due, look, math.inf if wake is None else wake) - now)
         stop.clear()
+        if stop.leave:
+            worker.leave()
         for frames in link.receive():
             worker.message(frames)
+            happened = True
         if link.lost():
             worker.broker_lost()
         worker.step()
+        if happened:
+            look = min(look, time.monotonic() + LOOK_S)

@@ -204,6 +204,8 @@ class StageHost:
             stage=self.name,
             waiting=stats.waiting,
             running=stats.running,
+            queued=stats.queued,
+            per_step=stats.per_step,
             batch=stats.batch,
             steps=self._steps,
             busy_s=self._busy_s,

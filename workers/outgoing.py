@@ -113,6 +113,10 @@ class Outgoing:
                 for refs in state.leases:
                     self._release(refs)
 
+    def look_again(self) -> None:
+        """Room may have been found without a release: have the next `retry` try what waits."""
+        self._released = self._released or bool(self._no_room)
+
     def retry(self) -> dict[Key, Exception | None]:
         """After slots came back: send what waits for room, first come first. The edges that went on, or the error that met one."""
         results: dict[Key, Exception | None] = {}

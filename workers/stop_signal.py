@@ -1,4 +1,4 @@
-"""The signals that end a worker in order."""
+"""The signals that end a worker in order: SIGTERM and SIGINT now, SIGUSR1 once all that runs there has finished."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.raised = False
+        self.leave = False
         self.abort = False
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -25,11 +26,17 @@ class StopSignal:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_leave)
 
     def clear(self) -> None:
         """Read the descriptor empty: any signal with a handler in Python has written to it."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 4096)
+
+    def _on_leave(self, number: int, frame: types.FrameType | None) -> None:
+        self.leave = True
+        if self.abort:
+            raise SystemExit(0)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         if not self.raised:

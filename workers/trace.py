@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
+import zmq
 
 from omni_bus import events, wire
 from omni_bus.connectors.base import Frame
@@ -125,8 +126,10 @@ class TracedStage:
 class TracedLink(BrokerLink):
     """A link that notes what passes it. Events are read twice for it, here and by the worker."""
 
-    def __init__(self, endpoint: str, worker: str, wake_fd: int, trace: Trace) -> None:
-        super().__init__(endpoint, worker, wake_fd)
+    def __init__(
+        self, endpoint: str, worker: str, wake_fd: int, trace: Trace, *, beside: zmq.Socket[bytes] | None = None
+    ) -> None:
+        super().__init__(endpoint, worker, wake_fd, beside=beside)
         self._trace = trace
 
     def send(self, event: events.Event, frames: Sequence[Frame] = ()) -> None:

@@ -8,16 +8,18 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from omni_bus import events, memory, wire
+from omni_bus import __version__, events, memory, wire
 from omni_bus.connectors.base import Frame
 from omni_bus.connectors.select import Connectors
 from omni_bus.deployment import Deployment
-from omni_bus.errors import ProtocolViolation
+from omni_bus.errors import ErrorInfo, ProtocolViolation
 from omni_bus.segments import boot_id
 from omni_bus.spec import PipelineSpec
 from omni_bus.stages.contract import StageContext
+from omni_bus.workers.arrivals import Arrivals
 from omni_bus.workers.devices import device_of
 from omni_bus.workers.host import StageHost
+from omni_bus.workers.load_news import LoadNews
 from omni_bus.workers.outgoing import Outgoing, Send
 
 _log = logging.getLogger(__name__)
@@ -25,21 +27,44 @@ PROGRESS_S = 0.1  # between two progress events of one stage
 
 
 class Worker:
-    """Hosts the stages that the deployment gives to the process of this name."""
+    """Hosts the stages that the deployment gives to the process of this name.
 
-    def __init__(self, name: str, deployment: Deployment, pipeline: PipelineSpec, connectors: Connectors, send: Send) -> None:
+    On another host than the broker's it has another `name` there, and its `seat` is the name in the deployment. `server`: the id of
+    the server that it attaches to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deployment: Deployment,
+        pipeline: PipelineSpec,
+        connectors: Connectors,
+        send: Send,
+        *,
+        seat: str = "",
+        server: str = "",
+    ) -> None:
         self.name = name
+        self.refused: ErrorInfo | None = None  # why the broker will not have it
+        self._seat = seat or name
+        self._server = server
+        self._asked_to_leave = False
         self._deployment = deployment
         self._pipeline = pipeline
         self._connectors = connectors
         self._send = send
         self._outgoing = Outgoing(connectors, send)
         self._hosts: dict[str, StageHost] = {}
+        self._load_news = LoadNews()
+        self._arrivals = Arrivals(connectors, self._deliver)
         self._shut_down = False
         self._target = {edge.name: edge.target for edge in pipeline.edges}
         self._source = {edge.name: edge.source for edge in pipeline.edges}
-        replica = int(name.rsplit(".", 1)[1])
-        self._devices = {stage: device_of(deployment, stage, replica) for stage in deployment.workers()[name]}
+        self._inputs = {
+            stage.name: [edge.name for edge in pipeline.edges if edge.target == stage.name] for stage in pipeline.stages
+        }
+        replica = int(self._seat.rsplit(".", 1)[1])
+        self._devices = {stage: device_of(deployment, stage, replica) for stage in deployment.workers()[self._seat]}
 
     # ---- start
 
@@ -49,7 +74,18 @@ class Worker:
             for stage, device in self._devices.items()
         )
         self._send(
-            events.Register(worker=self.name, pid=os.getpid(), host=socket.gethostname(), boot=boot_id(), replicas=replicas), ()
+            events.Register(
+                worker=self.name,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                boot=boot_id(),
+                replicas=replicas,
+                version=__version__,
+                pipeline=self._pipeline.name,
+                server=self._server,
+                data=self._connectors.tcp.endpoint,
+            ),
+            (),
         )
 
     def load(self) -> None:
@@ -57,7 +93,7 @@ class Worker:
         shares = memory.plan(self._deployment, self._pipeline)
         for name, device in self._devices.items():
             config = self._deployment.stages[name]
-            share = shares.share(self.name, name)
+            share = shares.share(self._seat, name)
             stage = self._pipeline.stage(name).factory()
             stage.load(
                 StageContext(
@@ -92,6 +128,12 @@ class Worker:
     def leaving(self) -> bool:
         return self._shut_down
 
+    def leave(self) -> None:
+        """Ask the broker for the end: it sends Shutdown when all that is here has finished, and nothing new until then."""
+        if not self._asked_to_leave:
+            self._asked_to_leave = True
+            self._send(events.Leave(), ())
+
     def message(self, frames: list[bytes]) -> None:
         """One message of the broker. What cannot be read, or names nothing that is here, is logged: it fails no request we know."""
         try:
@@ -105,6 +147,10 @@ class Worker:
         _log.warning("%s: the broker is gone; waiting for the next one", self.name)
         for host in self._hosts.values():
             host.forget_all()
+        self._arrivals.forget_all()
+        if self._asked_to_leave:
+            self._shut_down = True  # nothing is left here to finish
+            return
         self.register()
         for stage in self._hosts:
             self._ready(stage)
@@ -113,9 +159,12 @@ class Worker:
         return any(host.has_work() for host in self._hosts.values())
 
     def wake_at(self) -> float | None:
-        return min((wake for host in self._hosts.values() if (wake := host.wake_at()) is not None), default=None)
+        wakes = (self._arrivals.wake_at(), *(host.wake_at() for host in self._hosts.values()))
+        return min((wake for wake in wakes if wake is not None), default=None)
 
     def step(self) -> None:
+        self._connectors.tcp.receive()
+        self._arrivals.advance()
         for host in self._hosts.values():
             if host.has_work():
                 host.step()
@@ -126,26 +175,48 @@ class Worker:
 
     def heartbeat(self) -> None:
         self._connectors.prune()
-        self._send(events.Heartbeat(tuple(host.load() for host in self._hosts.values())), ())
+        self._outgoing.look_again()
+        self._tell(tuple(host.load() for host in self._hosts.values()))
+
+    def tell_load(self) -> None:
+        """The load, if it has changed so much that the broker should know of it before the next heartbeat."""
+        loads = tuple(host.load() for host in self._hosts.values())
+        if self._load_news.is_news(loads):
+            self._tell(loads)
 
     # ---- inside
+
+    def _tell(self, loads: tuple[events.StageLoad, ...]) -> None:
+        self._load_news.told(loads)
+        self._send(events.Heartbeat(loads), ())
 
     def _dispatch(self, event: events.Event, payload: Sequence[Frame]) -> None:
         match event:
             case events.Open():
                 self._host(event.stage).open(event)
             case events.Chunk():
-                self._host(self._target.get(event.edge)).chunk(event, payload)
+                self._host(self._target.get(event.edge))
+                self._arrivals.chunk(event, payload)
             case events.Consumed():
                 self._host(self._source.get(event.edge)).consumed(event)
             case events.Close():
+                self._arrivals.forget(event.request, self._inputs.get(event.stage, ()))
                 self._host(event.stage).close(event)
             case events.Cancel():
+                self._arrivals.forget(event.request, self._inputs.get(event.stage, ()))
                 self._host(event.stage).cancel(event)
             case events.Drain():
                 pass  # what is open goes on; the broker sends Shutdown once it has ended
             case events.Shutdown():
                 self._shut_down = True
+            case events.Refused():
+                self.refused = event.error
+                self._shut_down = True
+            case events.Ping():
+                pass
+
+    def _deliver(self, event: events.Chunk, payload: Sequence[Frame]) -> None:
+        self._host(self._target.get(event.edge)).chunk(event, payload)
 
     def _host(self, stage: str | None) -> StageHost:
         host = self._hosts.get(stage or "")

@@ -40,7 +40,14 @@ TOML = {
     "deadline not a number": (PROBE + "[api]\ndeadline_s = nan\n", ":4: api.deadline_s must be a number", "nan"),
     "a date": (PROBE + "[api]\nport = 2026-01-01\n", ":4: api.port must be an integer", "the date or time 2026-01-01"),
     "hosts not a list": (PROBE + '[api]\nmedia_hosts = "a"\n', ":4: api.media_hosts must be a list of strings", 'the string "a"'),
-    "no replicas": (PROBE + "[stages.sink]\nreplicas = 0\n", ":4: stages.sink.replicas must be from 1 to 256", "0"),
+    "no replicas": (PROBE + "[stages.sink]\nreplicas = 0\n", ":4: stages.sink.replicas: 0 leaves the stage to other hosts", "bus.listen"),
+    "negative replicas": (PROBE + "[stages.sink]\nreplicas = -1\n", ":4: stages.sink.replicas must be from 0", "not -1"),
+    "listen without keys": (PROBE + '[bus]\nlisten = "tcp://127.0.0.1:5600"\n', ":4: bus.listen: without bus.keys anybody could attach", "omni-bus keys new"),
+    "listen on no endpoint": (PROBE + '[bus]\nlisten = "0.0.0.0:5600"\nkeys = "k"\n', ":4: bus.listen: must be tcp://HOST:PORT", '"0.0.0.0:5600"'),
+    "listen on no port": (PROBE + '[bus]\nlisten = "tcp://*:65536"\nkeys = "k"\n', ":4: bus.listen: must be tcp://HOST:PORT", "65536"),
+    "no such keys": (PROBE + '[bus]\nlisten = "tcp://*:5600"\nkeys = "nowhere"\n', ":5: bus.keys:", "server.key_secret: cannot be read: No such file"),
+    "keys without listen": (PROBE + '[bus]\nkeys = "k"\n', ":4: bus.keys: of no use without bus.listen", "leave it out"),
+    "tcp without listen": (PROBE + '[edges."source->relay"]\nconnector = "tcp"\n', '"tcp" leads to other hosts', 'say "auto"'),
     "unknown dtype": (PROBE + '[stages.sink]\ndtype = "fp32"\n', ":4: stages.sink.dtype must be one of float32", "fp32"),
     "no devices": (PROBE + "[stages.sink]\ndevices = []\n", ":4: stages.sink.devices must be a list of at least one device", "[]"),
     "devices a string": (PROBE + '[stages.sink]\ndevices = "cpu"\n', ":4: stages.sink.devices must be a list of strings", "cpu"),
@@ -139,7 +146,7 @@ def test_a_malformed_override_is_refused(case: str, tmp_path: pathlib.Path, monk
 
 def test_every_problem_is_told_in_the_order_of_the_file(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "bad.toml"
-    file.write_text('[api]\nprot = 1\n[stages.source]\nreplicas = 0\n[model]\npipeline = "probe"\npth = "x"\n')
+    file.write_text('[api]\nprot = 1\n[stages.source]\nreplicas = -1\n[model]\npipeline = "probe"\npth = "x"\n')
     lines = refusal(file, sets=["bus.x=1"], port=0).splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"{file}:2", f"{file}:4", f"{file}:7", "--set bus.x=1", "--port 0"]
 
