@@ -14,7 +14,7 @@ from yarl import URL
 
 from omni_bus.api.auth import API_KEYS
 from omni_bus.api.http_errors import OriginRefused
-from omni_bus.api.keys import BUS, CLIENT, CONFIG, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
+from omni_bus.api.keys import BUS, CLIENT, CONFIG, FETCHER, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
 from omni_bus.api.voice.limits import SessionCount
 from omni_bus.api.voice.services import VoiceServices
 from omni_bus.errors import InvalidRequest, OmniBusError, TooLarge
@@ -90,6 +90,7 @@ async def serve_socket(request: web.Request, protocol: str, load: Load) -> web.S
             model=request.app[MODEL],
             config=config,
             metrics=metrics,
+            fetcher=request.app[FETCHER],
             threads=request.app[THREADS],
         )
         label = " ".join(name for name in (request[REQUEST_ID], request[LABEL]) if name)

@@ -11,11 +11,12 @@ from aiohttp import WSMsgType, web
 from omni_bus.api.media import base64_content
 from omni_bus.api.realtime import client_events
 from omni_bus.api.realtime.client_events import ClientEvent, Unreadable, parse_event
+from omni_bus.api.realtime.remote_images import fetch_images
 from omni_bus.api.realtime.response_wish import read_wish
 from omni_bus.api.realtime.server_events import SessionShown, render
 from omni_bus.api.realtime.session_object import merge_session, session_to_json
 from omni_bus.api.voice.events import AnswerInterrupted, ErrorRaised, SessionEvent
-from omni_bus.api.voice.item_json import item_from_json
+from omni_bus.api.voice.item_json import RemoteImage, item_from_json
 from omni_bus.api.voice.items import Item
 from omni_bus.api.voice.services import VoiceServices
 from omni_bus.api.voice_connection import VoiceConnection
@@ -69,19 +70,25 @@ class RealtimeConnection(VoiceConnection):
             case client_events.OutputClear():
                 session.clear_output()
             case client_events.ItemCreate(item=raw, previous_item_id=previous):
-                item = await self.off_loop(len(raw), self._item, raw)
+                remote: list[RemoteImage] = []
+                item = await self.off_loop(len(raw), self._item, raw, remote)
+                await fetch_images(remote, self.services.fetcher)
                 session.add_item(item, previous)
             case client_events.ItemRetrieve(item_id=item_id):
-                session.retrieve_item(item_id)
+                await session.retrieve_item(item_id)
             case client_events.ItemTruncate(item_id=item_id, content_index=index, audio_end_ms=end_ms):
                 session.truncate_item(item_id, index, end_ms)
             case client_events.ItemDelete(item_id=item_id):
                 session.delete_item(item_id)
             case client_events.ResponseCreate(response=body):
-                session.create_response(read_wish(body, session, self.services.model))
+                remote = []
+                size = sum(len(raw) for raw in (body.input if body is not None else None) or ())
+                wish = await self.off_loop(size, read_wish, body, session, self.services.model, remote)
+                await fetch_images(remote, self.services.fetcher)
+                session.create_response(wish)
             case client_events.ResponseCancel(response_id=response_id):
                 session.cancel_response(response_id)
 
-    def _item(self, raw: msgspec.Raw) -> Item:
+    def _item(self, raw: msgspec.Raw, remote: list[RemoteImage]) -> Item:
         accepts = self.services.model.pipeline.input_kinds
-        return item_from_json(raw, input_format=self.session.settings.input_format, accepts=accepts)
+        return item_from_json(raw, input_format=self.session.settings.input_format, accepts=accepts, remote=remote)

@@ -10,7 +10,7 @@ from omni_bus.api.chat_body import decode_json
 from omni_bus.api.realtime.answer_fields import merge_answer
 from omni_bus.api.realtime.client_events import ResponseBody
 from omni_bus.api.served import ServedModel
-from omni_bus.api.voice.item_json import item_from_json
+from omni_bus.api.voice.item_json import RemoteImage, item_from_json
 from omni_bus.api.voice.items import Item
 from omni_bus.api.voice.settings import ResponseWish, SessionSettings
 from omni_bus.errors import InvalidRequest
@@ -33,8 +33,8 @@ class _Kind(msgspec.Struct):
     id: str | None = None
 
 
-def read_wish(body: ResponseBody | None, session: _Session, model: ServedModel) -> ResponseWish:
-    """Raises InvalidRequest, ModelRefused or ConversationError, naming the field below `response`."""
+def read_wish(body: ResponseBody | None, session: _Session, model: ServedModel, remote: list[RemoteImage]) -> ResponseWish:
+    """remote: gets the images of `input` that are yet to be fetched. Raises InvalidRequest, ModelRefused or ConversationError, naming the field below `response`."""
     if body is None:
         return ResponseWish(settings=session.settings)
     if body.conversation not in (None, "auto", "none"):
@@ -57,12 +57,12 @@ def read_wish(body: ResponseBody | None, session: _Session, model: ServedModel) 
     return ResponseWish(
         settings=settings,
         in_conversation=body.conversation != "none",
-        input=None if body.input is None else _input(body.input, session, model),
+        input=None if body.input is None else _input(body.input, session, model, remote),
         metadata=_metadata(body.metadata),
     )
 
 
-def _input(raws: list[msgspec.Raw], session: _Session, model: ServedModel) -> tuple[Item, ...]:
+def _input(raws: list[msgspec.Raw], session: _Session, model: ServedModel, remote: list[RemoteImage]) -> tuple[Item, ...]:
     if len(raws) > MAX_INPUT:
         raise InvalidRequest(f"response.input may hold up to {MAX_INPUT} items", param="response.input")
     items = []
@@ -73,7 +73,8 @@ def _input(raws: list[msgspec.Raw], session: _Session, model: ServedModel) -> tu
             items.append(session.get_item(kind.id or ""))
         else:
             accepts = model.pipeline.input_kinds
-            items.append(item_from_json(raw, input_format=session.settings.input_format, accepts=accepts, where=where))
+            input_format = session.settings.input_format
+            items.append(item_from_json(raw, input_format=input_format, accepts=accepts, where=where, remote=remote))
     return tuple(items)
 
 

@@ -86,8 +86,11 @@ def _fields(event: SessionEvent) -> tuple[str, dict[str, Any]]:
             return "conversation.item.added", {"previous_item_id": previous, "item": item.to_json()}
         case events.ItemDone(item, previous):
             return "conversation.item.done", {"previous_item_id": previous, "item": item.to_json()}
-        case events.ItemRetrieved(item):
-            return "conversation.item.retrieved", {"item": item.to_json()}
+        case events.ItemRetrieved(item, audio):
+            shown = item.to_json()
+            for index, data in audio.items():
+                shown["content"][index]["audio"] = base64.b64encode(data).decode("ascii")
+            return "conversation.item.retrieved", {"item": shown}
         case events.ItemDeleted(item_id):
             return "conversation.item.deleted", {"item_id": item_id}
         case events.ItemTruncated(item_id, content_index, audio_end_ms):

@@ -87,7 +87,7 @@ class Conversation:
 
     def get(self, item_id: str, action: str = "retrieve") -> Item:
         """ConversationError with the code `item_<action>_invalid_item_id` where there is none of that id."""
-        return self._items[self._position(item_id, action, "item_id")]
+        return self._item(item_id, action, "item_id")
 
     def delete(self, item_id: str) -> Item:
         position = self._position(item_id, "delete", "item_id")
@@ -134,12 +134,15 @@ class Conversation:
         )
 
     def _position(self, item_id: str, action: str, param: str) -> int:
+        return self._items.index(self._item(item_id, action, param))
+
+    def _item(self, item_id: str, action: str, param: str) -> Item:
         item = self._by_id.get(item_id)
         if item is None:
             raise ConversationError(
                 f"{param}: this conversation has no item {item_id[:64]!r}", code=f"item_{action}_invalid_{param}", param=param
             )
-        return self._items.index(item)
+        return item
 
     def _forget(self, position: int) -> Item:
         item = self._items.pop(position)

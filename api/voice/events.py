@@ -91,7 +91,10 @@ class ItemDone(SessionEvent):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ItemRetrieved(SessionEvent):
+    """audio: content index → the user's audio that stands there, in the session's input format."""
+
     item: Item
+    audio: Mapping[int, bytes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,6 +25,15 @@ _CONTENT = {
     "assistant": ("output_text", "output_audio"),
 }
 _TEXT = ("text", "input_text")  # taken as text of any role: stock clients say so, of answers too
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoteImage:
+    """An image that is yet to be fetched from `url` into `part`. param: the field that named it."""
+
+    part: InputImage
+    url: str
+    param: str
 
 
 class _PartBody(msgspec.Struct):
@@ -68,8 +78,10 @@ def item_from_json(
     input_format: AudioFormat = "pcm16",
     accepts: frozenset[str] = frozenset({"audio", "image"}),
     where: str = "item",
+    remote: list[RemoteImage] | None = None,
 ) -> Item:
-    """raw: JSON of a message, function_call or function_call_output. Audio is base64 in `input_format`, images are data: URLs.
+    """raw: JSON of a message, function_call or function_call_output. Audio is base64 in `input_format`, images are data: URLs, or
+    http(s) URLs: those are added to `remote`, and refused where it is None.
 
     Raises InvalidRequest, ModelRefused (a kind of media the pipeline does not take) or UndecodableMedia, naming the field below
     `where`. Fields that are not known are ignored. Minutes of audio take tens of milliseconds: decode those in a thread.
@@ -80,7 +92,7 @@ def item_from_json(
             if not message.content:
                 raise InvalidRequest(f"{where}.content must hold at least one part", param=f"{where}.content")
             content = [
-                _part(part, message.role, f"{where}.content[{index}]", input_format, accepts)
+                _part(part, message.role, f"{where}.content[{index}]", input_format, accepts, remote)
                 for index, part in enumerate(message.content)
             ]
             return Item.message(message.role, content, item_id=message.id)
@@ -102,7 +114,14 @@ def _check_arguments(text: str, param: str) -> None:
         raise InvalidRequest(f"{param} must be the JSON text of an object", param=param) from None
 
 
-def _part(body: _PartBody, role: str, where: str, input_format: AudioFormat, accepts: frozenset[str]) -> Part:
+def _part(
+    body: _PartBody,
+    role: str,
+    where: str,
+    input_format: AudioFormat,
+    accepts: frozenset[str],
+    remote: list[RemoteImage] | None,
+) -> Part:
     if body.type not in _CONTENT[role] and body.type not in _TEXT:
         valid = ", ".join(_CONTENT[role])
         raise InvalidRequest(f"{where}.type of a message of role {role} must be one of {valid}", param=f"{where}.type")
@@ -110,7 +129,7 @@ def _part(body: _PartBody, role: str, where: str, input_format: AudioFormat, acc
         case "input_audio":
             return _audio(body, where, input_format, accepts)
         case "input_image":
-            return _image(body, where, accepts)
+            return _image(body, where, accepts, remote)
         case "output_audio":
             if body.transcript is None:
                 raise InvalidRequest(
@@ -138,10 +157,16 @@ def _audio(body: _PartBody, where: str, input_format: AudioFormat, accepts: froz
     return InputAudio(samples, body.transcript)
 
 
-def _image(body: _PartBody, where: str, accepts: frozenset[str]) -> InputImage:
+def _image(body: _PartBody, where: str, accepts: frozenset[str], remote: list[RemoteImage] | None) -> InputImage:
     param = f"{where}.image_url"
     if "image" not in accepts:
         raise ModelRefused("this model does not take images", param=where)
-    if body.image_url is None or body.image_url[:5].lower() != "data:":
-        raise InvalidRequest(f"{param} must be a data: URL, e.g. data:image/png;base64,…", param=param)
-    return InputImage(data_url_content(body.image_url, param))
+    scheme = (body.image_url or "").partition(":")[0].lower()
+    if body.image_url is not None and scheme == "data":
+        return InputImage(data_url_content(body.image_url, param))
+    if body.image_url is not None and scheme in ("http", "https") and remote is not None:
+        image = InputImage(b"")
+        remote.append(RemoteImage(image, body.image_url, param))
+        return image
+    also = "" if remote is None else ", or an http(s) URL"
+    raise InvalidRequest(f"{param} must be a data: URL, e.g. data:image/png;base64,…{also}", param=param)

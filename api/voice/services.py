@@ -6,6 +6,7 @@ import dataclasses
 from concurrent.futures import Executor
 
 from omni_bus.api.bus import Bus
+from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
 from omni_bus.api.served import ServedModel
 from omni_bus.deployment import ApiConfig
@@ -19,6 +20,7 @@ class VoiceServices:
     model: ServedModel
     config: ApiConfig
     metrics: Metrics
+    fetcher: MediaFetcher
     threads: Executor
 
     @property

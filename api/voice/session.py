@@ -16,6 +16,7 @@ from omni_bus.api.voice.conversation import Conversation, ConversationLimits
 from omni_bus.api.voice.events import Reason, SessionEvent, snapshot
 from omni_bus.api.voice.history import History
 from omni_bus.api.voice.items import InputAudio, Item
+from omni_bus.api.voice.kept_audio import audio_of
 from omni_bus.api.voice.outbox import Outbox, Sink
 from omni_bus.api.voice.prepare import Preparer
 from omni_bus.api.voice.prompt import BusRequest, build_request
@@ -176,9 +177,14 @@ class VoiceSession:
         """Raises ConversationError."""
         return self._conversation.get(item_id)
 
-    def retrieve_item(self, item_id: str) -> None:
-        """Raises ConversationError."""
-        self._outbox.put(events.ItemRetrieved(snapshot(self._conversation.get(item_id))))
+    async def retrieve_item(self, item_id: str) -> None:
+        """With the user's audio in the session's input format, up to MAX_AUDIO_SHOWN bytes. Raises ConversationError."""
+        item = self._conversation.get(item_id)
+        audio: dict[int, bytes] = {}
+        if item.audio_s:
+            loop = asyncio.get_running_loop()
+            audio = await loop.run_in_executor(self._services.threads, audio_of, item, self.settings.input_format)
+        self._outbox.put(events.ItemRetrieved(snapshot(item), audio))
 
     def delete_item(self, item_id: str) -> None:
         """Raises ConversationError."""
@@ -258,4 +264,11 @@ class VoiceSession:
             items.append(Item.message("user", [InputAudio(self._audio.read(samples))]))
         if not items:
             return None
-        return build_request(items, self.settings, self._services.model, prepare=True, heard_ms=self._history.heard_ms)
+        return build_request(
+            items,
+            self.settings,
+            self._services.model,
+            prepare=True,
+            heard_ms=self._history.heard_ms,
+            affinity=self.conversation_id,
+        )

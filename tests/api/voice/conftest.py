@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 
+from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.metrics import Metrics
 from omni_bus.api.served import ServedModel
 from omni_bus.api.voice.events import SessionEvent
@@ -120,7 +121,8 @@ async def start() -> AsyncIterator[StartSession]:
                 name="scripted", pipeline=voice_pipeline(ear=ear), voices=("Ethan", "chelsie"), max_deadline_s=60, created=0
             )
             config = ApiConfig(**{"voice_prepare": False, **api})  # type: ignore[arg-type]
-            services = VoiceServices(bus=bus, model=model, config=config, metrics=Metrics(), threads=threads)
+            fetcher = MediaFetcher(config)
+            services = VoiceServices(bus=bus, model=model, config=config, metrics=Metrics(), fetcher=fetcher, threads=threads)
             events: list[SessionEvent] = []
 
             async def sink(event: SessionEvent) -> None:
