@@ -62,8 +62,10 @@ def build_request(
     *,
     prepare: bool = False,
     heard_ms: Mapping[str, float] | None = None,
+    affinity: str = "",
 ) -> BusRequest:
-    """prepare: of a request that only does work ahead. heard_ms: item → how much of its audio has been played, where not all."""
+    """prepare: of a request that only does work ahead. heard_ms: item → how much of its audio has been played, where not all.
+    affinity: our own id of the conversation, whose requests are to meet what earlier ones left in the stages."""
     pipeline = model.pipeline
     hears = pipeline.transcript_edge is not None
     tools = active_tools(settings)
@@ -84,6 +86,7 @@ def build_request(
         seed=settings.seed,
         sampling=sampling,
         prepare=prepare,
+        affinity=affinity,
     )
     return BusRequest(payload=payload, tensors=tensors, options=options, heard=_heard(items) if hears else ())
 

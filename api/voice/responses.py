@@ -132,7 +132,9 @@ class Responses:
 
     def _request(self, wish: ResponseWish) -> BusRequest:
         items = self._history.items if wish.input is None else wish.input
-        return build_request(items, wish.settings, self._services.model, heard_ms=self._history.heard_ms)
+        return build_request(
+            items, wish.settings, self._services.model, heard_ms=self._history.heard_ms, affinity=self._conversation_id
+        )
 
     # ---- told by a response (ResponseOwner)
 
