@@ -187,6 +187,36 @@ async def test_a_turn_of_qwen3_omni_is_answered_first_and_written_down_behind(om
     await asyncio.to_thread(eventually, lambda: idle(omni), PATIENCE_S, "nothing is left, what was prepared included")
 
 
+@pytest.mark.timeout(600)
+async def test_ten_minutes_of_silence_leave_memory_flat(omni: Server) -> None:
+    """Sent faster than real time, with turn detection on; the first minute brings turn detection's model and buffers with it."""
+    skip_without_packages()
+    async with connected(omni.url, "qwen3-omni-tiny", check=EventChecker()) as socket:
+        await silence(socket, 60)
+        before = resident_mb(omni)
+        await silence(socket, 600)
+        assert resident_mb(omni) - before < 12, "ten minutes are 29 MB as PCM, and 38 MB as samples at 16 kHz"
+        assert set(socket.types()) == {"session.created", "error"}, "no turn, no item"
+        since = socket.count
+        await ask(socket, "well")
+        response = (await socket.until("response.done", since=since))["response"]
+        assert response["status"] in ("completed", "incomplete"), response
+
+
+async def silence(socket: RealtimeSocket, seconds: int) -> None:
+    """Appended, and read by the server up to its end: a question behind it has been answered."""
+    for number in range(seconds * 2):
+        await socket.append(b"\0" * 24_000)
+        if number % 20 == 19:
+            since = socket.count
+            await socket.send("conversation.item.retrieve", item_id="none")
+            await socket.until("error", since=since)
+
+
+def resident_mb(server: Server) -> float:
+    return float(server.processes()["api.0"].memory_info().rss) / 2**20
+
+
 @pytest.mark.timeout(300)
 async def test_a_picture_in_a_conversation(omni: Server) -> None:
     import base64
