@@ -86,6 +86,11 @@ class TcpConnector:
     def used(self) -> int:
         return len(self._slots) + len(self._letting_go)
 
+    @property
+    def kept(self) -> int:
+        """Bytes that have arrived and were not released yet."""
+        return self._kept
+
     # ---- the producer
 
     def send(self, to: str, name: str, tensor: torch.Tensor) -> TensorRef | None:

@@ -15,7 +15,9 @@ from omni_bus.connectors.inline import InlineConnector
 from omni_bus.connectors.select import INLINE_BYTES, Connectors
 from omni_bus.errors import ProtocolViolation, StaleTensor, TooLarge
 from omni_bus.events import EdgeRoute, TensorRef
+from omni_bus.keys import KeyPair
 from omni_bus.segments import SHM, boot_id
+from tests.support.data_sockets import all_let_go, arrive, tcp_connector
 
 LARGE = INLINE_BYTES // 4 + 1  # float32 elements that do not go inline
 
@@ -28,15 +30,19 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    pair = Pair(Connectors("pair", segment_bytes=1 << 20, limit=4 << 20), Connectors("pair"))
+    keys = KeyPair.new()
+    pair = Pair(
+        Connectors("pair", segment_bytes=1 << 20, limit=4 << 20, tcp=tcp_connector(keys, limit=4 << 20)),
+        Connectors("pair", tcp=tcp_connector(keys)),
+    )
     yield pair
     pair.sender.close()
     pair.receiver.close()
     assert not list(SHM.glob("omnibus-pair-*"))
 
 
-def route(connector: str) -> EdgeRoute:
-    return EdgeRoute("a->b", connector, 8)
+def route(connector: str, pair: Pair | None = None) -> EdgeRoute:
+    return EdgeRoute("a->b", connector, 8, "" if pair is None else pair.receiver.tcp.endpoint)
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -54,23 +60,24 @@ def some_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-@pytest.mark.parametrize("connector", ["inline", "local", "shm"])
+@pytest.mark.parametrize("connector", ["inline", "local", "shm", "tcp"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (7, 5), (300, 401)])
 def test_every_dtype_comes_back_bit_for_bit(pair: Pair, connector: str, shape: tuple[int, ...]) -> None:
     receiver = pair.sender if connector == "local" else pair.receiver
     for name, dtype in DTYPES.items():
         tensor = some_tensor(dtype, shape)
-        parcel = pair.sender.put(route(connector), b"payload", {name: tensor})
+        parcel = pair.sender.put(route(connector, pair), b"payload", {name: tensor})
         assert parcel is not None
         refs = tuple(msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=TensorRef) for ref in parcel.refs)
         assert refs[0].connector == (connector if tensor.nbytes > INLINE_BYTES else "inline")
+        arrive(receiver, refs)
         back = receiver.get(refs, [bytes(frame) for frame in parcel.frames])[name]
         assert equal(back, tensor)
         pair.sender.release(refs)
-    assert pair.sender.used == 0
+    assert all_let_go(pair.sender)
 
 
-@pytest.mark.parametrize("connector", ["inline", "shm"])
+@pytest.mark.parametrize("connector", ["inline", "shm", "tcp"])
 def test_views_travel_by_value(pair: Pair, connector: str) -> None:
     base = torch.randn(400, 500)
     views = {
@@ -82,18 +89,21 @@ def test_views_travel_by_value(pair: Pair, connector: str) -> None:
         "a row of a big one": base[3],
     }
     for name, view in views.items():
-        parcel = pair.sender.put(route(connector), b"", {name: view})
+        parcel = pair.sender.put(route(connector, pair), b"", {name: view})
         assert parcel is not None
+        arrive(pair.receiver, parcel.refs)
         assert equal(pair.receiver.get(parcel.refs, parcel.frames)[name], view.detach())
         pair.sender.release(parcel.refs)
 
 
-def test_what_arrives_belongs_to_the_receiver(pair: Pair) -> None:
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_what_arrives_belongs_to_the_receiver(pair: Pair, connector: str) -> None:
     for size in (4, LARGE):
         sent = torch.zeros(size)
-        parcel = pair.sender.put(route("shm"), b"", {"x": sent})
+        parcel = pair.sender.put(route(connector, pair), b"", {"x": sent})
         assert parcel is not None
         sent.fill_(1)  # a copy has left
+        arrive(pair.receiver, parcel.refs)
         first = pair.receiver.get(parcel.refs, parcel.frames)["x"]
         first.fill_(2)
         assert not pair.receiver.get(parcel.refs, parcel.frames)["x"].any()
@@ -101,18 +111,21 @@ def test_what_arrives_belongs_to_the_receiver(pair: Pair) -> None:
         assert first.eq(2).all()
 
 
-def test_a_chunk_is_put_whole_or_not_at_all(pair: Pair) -> None:
+@pytest.mark.parametrize("connector", ["shm", "tcp"])
+def test_a_chunk_is_put_whole_or_not_at_all(pair: Pair, connector: str) -> None:
     large = torch.zeros(300_000)  # 1.2 MB: three fit into 4 MiB
-    assert pair.sender.put(route("shm"), b"", {name: large for name in "abcd"}) is None
-    assert pair.sender.used == 0
+    assert pair.sender.put(route(connector, pair), b"", {name: large for name in "abcd"}) is None
+    assert all_let_go(pair.sender)
     with pytest.raises(TooLarge):
-        pair.sender.put(route("shm"), b"", {"a": large, "b": torch.zeros(2_000_000)})
-    assert pair.sender.used == 0
+        pair.sender.put(route(connector, pair), b"", {"a": large, "b": torch.zeros(2_000_000)})
+    assert all_let_go(pair.sender)
     with pytest.raises(TypeError):
-        pair.sender.put(route("shm"), b"", {"a": large, "b": torch.zeros(300, 300).to_sparse()})
-    assert pair.sender.used == 0
+        pair.sender.put(route(connector, pair), b"", {"a": large, "b": torch.zeros(300, 300).to_sparse()})
+    assert all_let_go(pair.sender)
     with pytest.raises(ProtocolViolation):
-        pair.sender.put(route("tcp"), b"", {"a": large})
+        pair.sender.put(route("no such"), b"", {"a": large})
+    with pytest.raises(ProtocolViolation):
+        pair.sender.put(route("tcp"), b"", {"a": large})  # to nowhere
 
 
 def test_the_client_is_sent_any_size_inline() -> None:
@@ -161,6 +174,8 @@ def bad(**changes: object) -> TensorRef:
         bad(connector="shm", segment="", offset=80),
         bad(connector="shm", segment=f"omnibus-a-{boot_id()}-1-0\n", offset=80),
         bad(connector="shm", generation=-1),
+        bad(connector="tcp", nbytes=-4),
+        bad(connector="tcp", generation=-1),
     ],
 )
 def test_an_impossible_ref_is_a_protocol_violation(pair: Pair, ref: TensorRef) -> None:
@@ -220,7 +235,7 @@ def test_random_refs_never_do_more_than_raise(pair: Pair) -> None:
     for _ in range(3000):
         ref = TensorRef(
             "x",
-            dice.choice(["inline", "local", "shm"]),
+            dice.choice(["inline", "local", "shm", "tcp"]),
             dice.choice([*DTYPES, "", "x"]),
             tuple(dice.choice(numbers) for _ in range(dice.randint(0, 3))),
             dice.choice(numbers),
