@@ -1,10 +1,10 @@
 """End of speech → first audio through the Realtime socket, with and without work done during speech; interruption → silence; load.
 
-    python -m bench.realtime [--turns 8] [--sessions 1,8,32] [--out bench/results]
+    python -m bench.realtime [--turns 12] [--sessions 1,8,32] [--out bench/results]
 
 Speech is sent in real time. By hand: the client commits and asks for the answer at the moment its last sample is sent. By the
 server's turn detection (server_vad, 500 ms of silence): from the same moment, and from the server's speech_stopped. Both settings of
-`api.voice_prepare` are measured in one run, on servers that run one after the other. The weights of the Qwen3-Omni are random and small.
+`api.voice_prepare` are measured in one run, on two servers that take turns. An answer is cancelled at its first audio. The weights of the Qwen3-Omni are random and small.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import datetime
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from bench.demo import ROOT, free_port, serving
@@ -44,6 +45,7 @@ LENGTH = (
     "stages.talker.sampling.ignore_eos=true",
     "stages.talker.sampling.max_tokens=60",
 )
+DICE = random.Random(0)
 SERVER_VAD = {"type": "server_vad", "silence_duration_ms": 500}
 
 
@@ -66,6 +68,15 @@ def pcm(text: str) -> bytes:
     samples = numpy.frombuffer(spoken(text)[44:], "<i2")
     loud = numpy.flatnonzero(numpy.abs(samples.astype(int)) > 500)
     return samples[loud[0] : loud[-1] + 1].tobytes()
+
+
+def as_if_new(speech: bytes, dice: random.Random) -> bytes:
+    """The same with noise nobody hears: what the stages have made of the very same samples before, they take from what they keep."""
+    import numpy
+
+    noise = numpy.random.default_rng(dice.randrange(2**32)).integers(-2, 3, len(speech) // 2, dtype=numpy.int16)
+    clipped = numpy.clip(numpy.frombuffer(speech, "<i2"), -32_000, 32_000)
+    return (clipped + noise).astype("<i2").tobytes()
 
 
 @contextlib.asynccontextmanager
@@ -113,19 +124,23 @@ async def turn_by_vad(socket: RealtimeSocket, speech: bytes) -> dict[str, float]
     return {"end_of_speech": (first.at - end) * 1000, "speech_stopped": (first.at - stopped.at) * 1000} if first else None
 
 
-async def turns(
-    address: str, model: Model, speech: bytes, count: int, turn_detection: dict[str, Any] | None
-) -> dict[str, list[float]]:
-    """`count` turns in sessions of four; milliseconds to the first audio, by what they are counted from."""
-    take = turn_by_hand if turn_detection is None else turn_by_vad
-    found: dict[str, list[float]] = {}
-    async with session(address, model, turn_detection, model.max_tokens) as socket:
-        await take(socket, speech)  # warms the server up
+async def turns(servers: Sequence[str], model: Model, speech: bytes, count: int, vad: bool) -> list[dict[str, list[float]]]:
+    """`count` turns with each server, turn about, so that what else this machine does meets both alike; in sessions of four.
+
+    Milliseconds to the first audio, by what they are counted from, and for a session's first turn apart from its later ones.
+    """
+    take, turn_detection = (turn_by_vad, SERVER_VAD) if vad else (turn_by_hand, None)
+    found: list[dict[str, list[float]]] = [{} for _ in servers]
     for begun in range(0, count, TURNS_A_SESSION):
-        async with session(address, model, turn_detection, model.max_tokens) as socket:
-            for _ in range(min(TURNS_A_SESSION, count - begun)):
-                for name, value in (await take(socket, speech) or {}).items():
-                    found.setdefault(name, []).append(value)
+        async with contextlib.AsyncExitStack() as open_sessions:
+            sockets = [
+                await open_sessions.enter_async_context(session(server, model, turn_detection, model.max_tokens))
+                for server in servers
+            ]
+            for number in range(min(TURNS_A_SESSION, count - begun)):
+                for socket, figures in zip(sockets, found, strict=True):
+                    for name, value in (await take(socket, as_if_new(speech, DICE)) or {}).items():
+                        figures.setdefault(f"{'later' if number else 'first'}: {name}", []).append(value)
     return found
 
 
@@ -170,7 +185,7 @@ async def load(address: str, model: Model, speech: bytes, sessions: int, rounds:
         async with session(address, model, None, model.max_tokens) as socket:
             await asyncio.sleep(number / sessions)
             for _ in range(rounds):
-                found += (await turn_by_hand(socket, speech) or {}).values()
+                found += (await turn_by_hand(socket, as_if_new(speech, DICE)) or {}).values()
         return found
 
     found = [value for values in await asyncio.gather(*map(one, range(sessions))) for value in values]
@@ -184,26 +199,36 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(percentile(list(values), 0.5), 1), "p95": round(percentile(list(values), 0.95), 1), "n": len(values)}
 
 
-def measure(model: Model, prepare: bool, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One server's figures."""
-    speech, interrupting = pcm(model.question), pcm(SHORT)
-    settings = [*model.settings, f"api.voice_prepare={'true' if prepare else 'false'}"]
+async def measured(servers: Sequence[str], model: Model, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """servers: with work done during speech, and without. One row for each."""
+    speech, short = pcm(model.question), pcm(SHORT)
+    rows: list[dict[str, Any]] = [
+        {"model": model.name, "prepare": prepare, "speech_s": round(len(speech) / 2 / RATE, 1)} for prepare in (True, False)
+    ]
+    await turns(servers, model, short, 1, vad=False)  # warms both up
+    for name, vad in (("by_hand", False), ("by_vad", True)):
+        found = await turns(servers, model, speech, arguments.turns, vad)
+        for row, figures in zip(rows, found, strict=True):
+            row[name] = {key: summary(values) for key, values in figures.items()}
+    cuts = [await interruption(servers[0], model, short) for _ in range(arguments.interruptions)]
+    rows[0]["interruption"] = {name: summary([cut[name] for cut in cuts]) for name in (cuts[0] if cuts else {})}
+    for row in rows:
+        row["load"] = []
+    for count in arguments.sessions if model.name != "quickstart" else ():
+        for row, server in zip(rows, servers, strict=True):
+            row["load"].append(await load(server, model, short, count, 2))
+    return rows
 
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run(work)
 
-    with serving(free_port(0), *settings, config=ROOT / "configs" / model.config) as server:
-        row: dict[str, Any] = {"model": model.name, "prepare": prepare, "speech_s": round(len(speech) / 2 / RATE, 1)}
-        by_hand = run(turns(server.address, model, speech, arguments.turns, None))
-        row["by_hand"] = {name: summary(values) for name, values in by_hand.items()}
-        by_vad = run(turns(server.address, model, speech, arguments.turns, SERVER_VAD))
-        row["by_vad"] = {name: summary(values) for name, values in by_vad.items()}
-        cuts = [run(interruption(server.address, model, interrupting)) for _ in range(arguments.interruptions)]
-        row["interruption"] = {name: summary([cut[name] for cut in cuts]) for name in (cuts[0] if cuts else {})}
-        if model.name != "quickstart":
-            row["load"] = [run(load(server.address, model, pcm(SHORT), count, 2)) for count in arguments.sessions]
-    print(json.dumps(row), flush=True)
-    return row
+def measure(model: Model, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    config = ROOT / "configs" / model.config
+    with (
+        serving(free_port(0), *model.settings, "api.voice_prepare=true", config=config) as prepares,
+        serving(free_port(0), *model.settings, "api.voice_prepare=false", config=config) as waits,
+    ):
+        rows = asyncio.run(measured([prepares.address, waits.address], model, arguments))
+    print(json.dumps(rows), flush=True)
+    return rows
 
 
 def cell(figure: dict[str, float] | None) -> str:
@@ -211,15 +236,20 @@ def cell(figure: dict[str, float] | None) -> str:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
+    columns = (
+        ("by hand, first turn", "by_hand", "first: end_of_speech"),
+        ("by hand, later turns", "by_hand", "later: end_of_speech"),
+        ("by VAD, first turn", "by_vad", "first: end_of_speech"),
+        ("by VAD, later turns", "by_vad", "later: end_of_speech"),
+        ("later turns, from speech_stopped", "by_vad", "later: speech_stopped"),
+    )
     lines = ["## End of speech → first audio, ms, p50 / p95", ""]
-    lines += [
-        "| pipeline | speech s | work during speech | by hand | by VAD | by VAD, from speech_stopped |",
-        "| --- " * 6 + "|",
-    ]
+    lines += ["| pipeline | speech s | work during speech | " + " | ".join(title for title, _, _ in columns) + " |"]
+    lines += ["| --- " * (3 + len(columns)) + "|"]
     for row in rows:
-        figures = (row["by_hand"].get("end_of_speech"), row["by_vad"].get("end_of_speech"), row["by_vad"].get("speech_stopped"))
         prepare = "yes" if row["prepare"] else "no"
-        lines.append(f"| {row['model']} | {row['speech_s']} | {prepare} | " + " | ".join(map(cell, figures)) + " |")
+        cells = " | ".join(cell(row[kind].get(name)) for _, kind, name in columns)
+        lines.append(f"| {row['model']} | {row['speech_s']} | {prepare} | {cells} |")
     names = ("onset_to_speech_started", "speech_started_to_last_audio", "speech_started_to_done", "sent_ahead")
     lines += ["", "## Interruption → silence, ms, p50 / p95", ""]
     lines += [
@@ -258,14 +288,14 @@ def models() -> Iterator[tuple[Model, Model]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.realtime", description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=8, help="of each kind and setting")
+    parser.add_argument("--turns", type=int, default=12, help="of each kind and setting")
     parser.add_argument("--interruptions", type=int, default=8)
     parser.add_argument("--sessions", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--out", type=pathlib.Path, help="a directory for the result, as JSON and Markdown")
     arguments = parser.parse_args()
     before = round(os.getloadavg()[0], 2)
-    with models() as measured:
-        rows = [measure(model, prepare, arguments) for model in measured for prepare in (True, False)]
+    with models() as each:
+        rows = [row for model in each for row in measure(model, arguments)]
     about = machine() | {"load_average": {"before": before, "after": round(os.getloadavg()[0], 2)}}
     text = tables(rows)
     print(text)
