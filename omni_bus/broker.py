@@ -60,6 +60,9 @@ class Broker:
         )  # credits bound what is under way to each peer; the socket must never block on one
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        # Answered by ZeroMQ's own thread in each peer: a long step does not delay it, and a stopped process does not do it.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, round(deployment.bus.heartbeat_s * 1000))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(deployment.bus.lost_after_s * 1000))
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor_pump = Pump(self._loop, self._monitor, self._on_disconnected)
         self._socket.bind(endpoint)

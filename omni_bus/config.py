@@ -52,6 +52,7 @@ RULES: dict[str, Rule] = {
     "bus.max_requests": (lambda count: 1 <= count <= 1_000_000, "from 1 to 1000000"),
     "bus.heartbeat_s": (lambda seconds: 0.05 <= seconds <= 60, "from 0.05 to 60"),
     "bus.lost_after_s": (lambda seconds: 0.1 <= seconds <= 3600, "from 0.1 to 3600"),
+    "bus.step_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 (no limit) to 86400"),
     "bus.retries": (lambda count: 0 <= count <= 10, "from 0 to 10"),
     "bus.gpu_buffer_mb": (lambda size: 1 <= size <= 65536, "from 1 to 65536"),
     "bus.mps": (lambda name: name in MPS, f"one of {', '.join(MPS)}"),

@@ -48,7 +48,8 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_requests: int = 256  # in flight; one more is refused as overloaded
     heartbeat_s: float = 2.0
-    lost_after_s: float = 20.0  # without a heartbeat a worker counts as lost
+    lost_after_s: float = 20.0  # without an answer a process counts as lost
+    step_s: float = 60.0  # a step of a stage that takes longer hangs, and its worker is ended; 0 = none does
     retries: int = 1  # of a request whose replica was lost before any output left
     gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
     mps: str = "off"  # off | auto | on: run NVIDIA MPS for worker processes that share a GPU
@@ -57,6 +58,11 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     listen: str = ""  # "tcp://HOST:PORT", where workers from other hosts attach; "" = nowhere
     keys: str = ""  # directory of `omni-bus keys new`: the server's certificate, and those of the workers that may attach
     restart_backoff_s: float = 0.5  # first delay before a dead process is started again; doubles, up to 30 s
+
+    @property
+    def loop_silence_s(self) -> float:
+        """How long a worker's loop may say nothing: a step may be slow, and one that hangs is for the watchdog to end."""
+        return self.lost_after_s + self.step_s
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True):

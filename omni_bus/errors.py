@@ -101,6 +101,13 @@ class StageFailed(OmniBusError):
     status = 500
 
 
+class OutOfMemory(OmniBusError):
+    """A stage found no memory for what it was to compute; what it held of the request is free again."""
+
+    code = "out_of_memory"
+    status = 503
+
+
 class ReplicaLost(OmniBusError):
     """The process that held the request died, and output of it had left already, or no retry was left."""
 

@@ -298,7 +298,7 @@ class Lifecycle:
             for stage, replica in request.bindings.items():
                 if self.flow.tell(replica, events.Cancel(request.id, stage)):
                     request.unacknowledged.add(stage)
-            self.table.set_alarm(request, now + self._bus.lost_after_s)
+            self.table.set_alarm(request, now + self._bus.loop_silence_s)
         self._settle(request, now)
 
     def _settle(self, request: Request, now: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from omni_bus import events
-from omni_bus.attach import Reception, is_remote
+from omni_bus.attach import Reception
 from omni_bus.binding import Binder
 from omni_bus.deployment import Deployment
 from omni_bus.drains import Drains
@@ -49,7 +49,7 @@ class Orchestrator:
         self._pipeline = pipeline
         self._reception = Reception(pipeline, deployment, secrets)
         self._drain_s = deployment.bus.drain_s
-        self._lost_after_s = deployment.bus.lost_after_s
+        self._loop_silence_s = deployment.bus.loop_silence_s
         self._log = log
         self._started = now
         self._out: list[Message] = []
@@ -99,23 +99,23 @@ class Orchestrator:
         return self._flush(now)
 
     def probe(self) -> list[Message]:
-        """Some connection closed; find out whose by sending to every client, and to every worker whose process we cannot watch."""
+        """Some connection closed; find out whose by sending to every client and worker."""
         clients = [peer for peer, client in self._clients.items() if client.role == "client"]
-        remote = [worker.peer for worker in self.registry if worker.remote and worker.attached]
-        return [(peer, events.Ping(), ()) for peer in (*clients, *remote)]
+        workers = [worker.peer for worker in self.registry if worker.attached]
+        return [(peer, events.Ping(), ()) for peer in (*clients, *workers)]
 
     def tick(self, now: float) -> list[Message]:
         """Do what the clock demands. To be called at `next_tick`, or at any other time."""
         for peer in self.lifecycle.alarm(now):
             if (worker := self.registry.get(peer)) is not None:
                 self._lose(worker, "it did not acknowledge a cancel", now, farewell=True)
-        for worker in [worker for worker in self.registry if worker.silent(now, self._lost_after_s)]:
+        for worker in [worker for worker in self.registry if worker.silent(now, self._loop_silence_s)]:
             self._lose(worker, "no heartbeat", now, farewell=True)
         return self._flush(now)
 
     def next_tick(self) -> float | None:
         """When `tick` next has something to do, if nothing else happens."""
-        lost_at = self.registry.silent_at(self._lost_after_s)
+        lost_at = self.registry.silent_at(self._loop_silence_s)
         times = (self.lifecycle.table.next_alarm(), lost_at, self._drains.next(), self._stop_at)
         return min((time for time in times if time is not None and time < math.inf), default=None)
 
@@ -184,13 +184,9 @@ class Orchestrator:
             self.lifecycle.submit(peer, event, frames, now)
 
     def _stranger(self, peer: bytes, event: events.Event) -> None:
-        """Someone who did not introduce itself. A worker that an earlier broker knew has to start anew."""
+        """Someone who did not introduce itself. A worker of an earlier broker will, as soon as it sees that its connection was cut."""
         self._log(f"{type(event).__name__} from a peer that did not introduce itself")
-        if is_remote(peer):
-            return  # its connection was cut; it registers as soon as it sees that
-        if isinstance(event, events.WorkerToBroker) and not isinstance(event, events.Consumed):
-            self._send(peer, events.Shutdown(), ())
-        elif isinstance(event, events.Submit):
+        if isinstance(event, events.Submit):
             error = ProtocolViolation("a request came before the greeting")
             self._send(peer, events.RequestFailed(event.ticket, error.info()), ())
 

@@ -87,7 +87,7 @@ def serve(run_dir: RunDir, seat: str, incarnation: int, stop: StopSignal, ready_
         if ready_fd is not None:
             os.write(ready_fd, b"+")
             os.close(ready_fd)
-        engine_loop.run(worker, link, stop, deployment.bus.heartbeat_s)
+        engine_loop.run(worker, link, stop, deployment.bus.heartbeat_s, deployment.bus.step_s)
         return worker.refused
     finally:
         stop.abort = False

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from omni_bus.workers.link import BrokerLink
 from omni_bus.workers.load_news import LOOK_S
+from omni_bus.workers.watchdog import Watchdog
 
 
 class Driven(Protocol):
@@ -42,13 +43,16 @@ class Stop(Protocol):
     def clear(self) -> None: ...
 
 
-def run(worker: Driven, link: BrokerLink, stop: Stop, heartbeat_s: float) -> None:
-    """Until the worker leaves or a signal asks for it."""
+def run(worker: Driven, link: BrokerLink, stop: Stop, heartbeat_s: float, step_s: float = 0.0) -> None:
+    """Until the worker leaves or a signal asks for it. A step of more than `step_s` seconds hangs and ends the process; 0: none does."""
+    # Set with each heartbeat, which may be that long before the step begins. It stays set behind the loop: an end may hang as well.
+    watchdog = Watchdog(step_s + heartbeat_s if step_s else 0.0)
     due = time.monotonic()
     look = math.inf  # when the load is to be looked at: soon after something happened
     while not (worker.leaving or stop.raised):
         now = time.monotonic()
         if now >= due:
+            watchdog.looked()
             worker.heartbeat()
             due, look = now + heartbeat_s, math.inf
         elif now >= look:

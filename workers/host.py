@@ -1,5 +1,5 @@
 """One stage and the requests open in it: events in, stage calls, emissions out. Whatever goes wrong here fails one request, never
-the process.
+the process; but for a lost device, without which the process is of no use.
 
 A request's states in a stage:  OPEN → DRAINING (the stage is done, its last chunks wait for credit) → DONE;  OPEN, DRAINING → FAILED.
 The broker ends it: Close or Cancel, which forget it.
@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from omni_bus import events, wire
 from omni_bus.connectors.base import Frame
 from omni_bus.connectors.select import Connectors
-from omni_bus.errors import ErrorInfo, OmniBusError, ProtocolViolation, SequenceDuplicate, SequenceGap, StageFailed
+from omni_bus.errors import ErrorInfo, OmniBusError, ProtocolViolation, SequenceDuplicate, SequenceGap
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import PipelineSpec
-from omni_bus.stages import contract
+from omni_bus.stages import contract, failures
 from omni_bus.workers.outgoing import Outgoing, Send
 
 _log = logging.getLogger(__name__)
@@ -280,12 +280,15 @@ class StageHost:
         if row.state in (State.DONE, State.FAILED):
             _log.warning("%s: request %d: an error after its end: %s", self.name, row.id, error)
             return
+        if isinstance(error, Exception):
+            failures.raise_if_device_is_lost(error)
         row.enter(State.FAILED)
         self._cancel_in_stage(row.id)
         self._outgoing.stop(row.id, row.outputs)
         self._send(events.Failed(row.id, self.name, self._info(row.id, error)), ())
 
     def _fail_all(self, error: Exception) -> None:
+        failures.raise_if_device_is_lost(error)
         for row in list(self._rows.values()):
             if row.state is State.OPEN:
                 self._fail(row, error)
@@ -298,7 +301,7 @@ class StageHost:
             return error.info()
         # A client sees no stack and no text of a foreign exception; the log has both.
         _log.error("%s: request %d failed", self.name, request, exc_info=error)
-        return StageFailed(f"stage {self.name} failed").info()
+        return failures.for_client(error, f"stage {self.name} failed").info()
 
     def _forget(self, request: int) -> None:
         row = self._rows.pop(request, None)
@@ -311,5 +314,6 @@ class StageHost:
     def _cancel_in_stage(self, request: int) -> None:
         try:
             self._stage.cancel(request)
-        except Exception:
+        except Exception as error:
+            failures.raise_if_device_is_lost(error)
             _log.exception("%s: cancel of request %d failed", self.name, request)

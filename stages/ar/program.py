@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from omni_bus.errors import ErrorInfo, OmniBusError, StageFailed
+from omni_bus.errors import ErrorInfo, OmniBusError
+from omni_bus.stages import failures
 from omni_bus.stages.contract import Chunk, Consumed, Emission, Finished, Output, StageContext, StageError, StageRequest
 
 if TYPE_CHECKING:
@@ -139,12 +140,15 @@ class Row:
 
 
 def fail_row(row: Row, error: Exception) -> None:
-    """Fail this row with `error`. What is not one of our own errors is logged with its traceback, and sent without its words."""
+    """Fail this row with `error`. What is not one of our own errors is logged with its traceback, and sent without its words.
+
+    Raises `error` where no row can go on: the device is lost.
+    """
+    failures.raise_if_device_is_lost(error)
     if not isinstance(error, OmniBusError):
         logger.error("request %d failed in the model", row.request.id, exc_info=error)
-        error = StageFailed("the model failed on this request; the server's log says why")
     if not row.ended:
-        row.fail(error.info())
+        row.fail(failures.for_client(error, "the model failed on this request; the server's log says why").info())
 
 
 @contextlib.contextmanager

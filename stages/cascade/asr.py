@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 import numpy
 import torch
 
-from omni_bus.errors import ModelRefused, ProtocolViolation, StageFailed, UndecodableMedia
+from omni_bus.errors import ModelRefused, ProtocolViolation, UndecodableMedia
 from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart, TranscriptWish
+from omni_bus.stages import failures
 from omni_bus.stages.cascade.kept_transcripts import KeptTranscripts
 from omni_bus.stages.cascade.payloads import Prompt, Turn
 from omni_bus.stages.cascade.recogniser import LANGUAGE, SAMPLE_RATE, Heard, Recogniser, windows
@@ -152,10 +153,12 @@ class AsrStage(WokenByEvents):
                     self._recall(job, out)
                 else:
                     self._hear_on(job, out)
-            except Exception:
+            except Exception as error:
+                failures.raise_if_device_is_lost(error)
                 logger.exception("request %d: transcription failed", job.request.id)
                 self.cancel(job.request.id)
-                out.append(StageError(job.request.id, StageFailed("the speech recogniser failed on this audio").info()))
+                said = failures.for_client(error, "the speech recogniser failed on this audio")
+                out.append(StageError(job.request.id, said.info()))
         return out
 
     def _hear_on(self, job: _Job, out: list[Emission]) -> None:

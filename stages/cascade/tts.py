@@ -11,8 +11,9 @@ import numpy
 import torch
 from hibari import SAMPLE_RATE, Hibari
 
-from omni_bus.errors import ModelRefused, ProtocolViolation, StageFailed
+from omni_bus.errors import ModelRefused, ProtocolViolation
 from omni_bus.payloads import AudioDelta
+from omni_bus.stages import failures
 from omni_bus.stages.cascade.payloads import Clause
 from omni_bus.stages.cascade.spec import VOICE, TtsOptions
 from omni_bus.stages.contract import (
@@ -122,10 +123,11 @@ class TtsStage(WokenByEvents):
         assert isinstance(chunk.payload, Clause)
         try:
             pcm = self._speak(chunk.payload.text, job.noise)
-        except Exception:
+        except Exception as error:
+            failures.raise_if_device_is_lost(error)
             logger.exception("request %d: a clause could not be spoken", request_id)
             self.cancel(request_id)
-            return [StageError(request_id, StageFailed("the speech synthesiser failed on this answer").info())]
+            return [StageError(request_id, failures.for_client(error, "the speech synthesiser failed on this answer").info())]
         out = self._deltas(job, pcm, len(chunk.payload.text))
         out.append(Consumed(request_id, chunk.edge))
         if chunk.last:

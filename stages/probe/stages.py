@@ -88,7 +88,7 @@ class ProbeStage(WokenByEvents):
             request_id = row.request.id
             try:
                 turn = list(self.advance(row))
-            except StagePanic:
+            except (StagePanic, MemoryError, torch.AcceleratorError):
                 raise
             except Exception:
                 _log.exception("%s: request %d failed", self.name, request_id)

@@ -402,12 +402,45 @@ async def test_streams_end_when_the_broker_is_gone_and_the_next_broker_serves_th
     await serves(client, worker)
 
 
-async def test_a_worker_that_an_earlier_broker_knew_is_told_to_start_anew(
+async def test_a_worker_that_an_earlier_broker_knew_attaches_to_the_next_one(
     broker: BrokerProcess, client: BusClient, worker: ScriptedWorker
 ) -> None:
     broker.restart()
-    worker.say(events.Heartbeat(()))
-    await worker.hear(events.Shutdown)
+    worker.say(events.Heartbeat(()))  # of a step that the old broker's end came into
+    worker.register()
+    again = await BusClient.connect(broker.run_dir.broker, PIPELINE)
+    await ready(again)
+    await serves(again, worker)
+    assert not worker.heard(events.Shutdown)
+    await again.close()
+
+
+async def test_a_stopped_worker_is_lost_long_before_a_slow_one_would_be(run_dir: RunDir) -> None:
+    """Its connection stands; what is missing is the answer of its process to ZeroMQ's own heartbeats."""
+    broker = BrokerProcess(run_dir, deployment(bus=BusConfig(heartbeat_s=0.2, lost_after_s=1.0, step_s=3600)))
+    script = (
+        "import sys, time, zmq; s = zmq.Context().socket(zmq.DEALER); s.setsockopt(zmq.ROUTING_ID, sys.argv[2].encode());"
+        " s.connect(sys.argv[1]); [s.send(bytes.fromhex(each)) for each in sys.argv[3:]]; print('up', flush=True); time.sleep(600)"
+    )
+    register = events.Register(
+        worker="source.0", pid=1, host="h", boot="b", replicas=(events.StageReplica("source", "cpu", 4),)
+    )
+    said = [wire.encode(event).hex() for event in (register, events.Ready("source", 4))]
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", script, run_dir.broker, "source.0", *said)
+    try:
+        client = await BusClient.connect(run_dir.broker, PIPELINE)
+        await ready(client)
+        await asyncio.sleep(3.0)  # nothing is said, and all are well
+        assert "is lost" not in broker.log
+        other.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(PATIENCE_S):
+            while "source.0 is lost: its connection is gone" not in broker.log:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await client.close()
+    finally:
+        other.kill()
+        await other.wait()
+        broker.kill()
 
 
 async def test_sigterm_ends_in_order(broker: BrokerProcess, client: BusClient, worker: ScriptedWorker) -> None:

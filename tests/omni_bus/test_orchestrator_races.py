@@ -302,7 +302,7 @@ def test_a_worker_whose_connection_is_gone_is_lost() -> None:
 
 
 def test_a_silent_worker_is_lost_and_told_to_leave() -> None:
-    bus = Bus(deployment(bus=BusConfig(lost_after_s=20, retries=0)))
+    bus = Bus(deployment(bus=BusConfig(lost_after_s=20, step_s=0, retries=0)))
     bus.run(
         OPEN_TEXT
         + """
@@ -318,6 +318,22 @@ def test_a_silent_worker_is_lost_and_told_to_leave() -> None:
     )
 
 
+def test_a_worker_in_a_long_step_is_slow_and_not_lost() -> None:
+    """The watchdog ends a step that hangs after `step_s`; only when that has not happened either is the worker given up."""
+    bus = Bus(deployment(bus=BusConfig(lost_after_s=20, step_s=60, retries=0)))
+    bus.run(
+        OPEN_TEXT
+        + """
+    > tick 75
+    > relay.0 heartbeat
+    > sink.0 heartbeat
+    > tick 5
+    < source.0 shutdown
+    < c failed 1 replica_lost
+    """
+    )
+
+
 def test_a_worker_that_loads_weights_may_be_silent() -> None:
     bus = Bus(ready=False)
     register = events.Register(worker="sink.0", pid=1, host="", boot="", replicas=(StageReplica("sink", "cpu", 1),))
@@ -326,7 +342,7 @@ def test_a_worker_that_loads_weights_may_be_silent() -> None:
 
 
 def test_a_worker_that_does_not_acknowledge_a_cancel_is_lost_and_told_to_leave() -> None:
-    bus = Bus(deployment(bus=BusConfig(lost_after_s=20)))
+    bus = Bus(deployment(bus=BusConfig(lost_after_s=20, step_s=0)))
     bus.run(
         OPEN
         + "> c cancel 1"

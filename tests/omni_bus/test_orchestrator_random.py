@@ -191,7 +191,7 @@ class Client:
 class World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        bus_config = BusConfig(max_requests=6, lost_after_s=100.0, retries=2)
+        bus_config = BusConfig(max_requests=6, lost_after_s=100.0, step_s=0.0, retries=2)
         self.bus = Bus(deployment(bus=bus_config, replicas={"source": 2, "relay": 2}), ready=False)
         self.workers = {name: Worker(name, self.chance) for name in self.bus.plan.workers()}
         self.clients = {f"client{n}": Client(self.chance) for n in range(2)}

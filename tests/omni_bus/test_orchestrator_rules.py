@@ -451,11 +451,10 @@ def test_a_worker_that_does_not_hold_a_request_cannot_harm_it() -> None:
     assert sum("meddled" in line for line in bus.log) == 5
 
 
-def test_a_stranger_is_told_to_start_anew_or_that_it_has_to_greet() -> None:
+def test_a_stranger_is_not_answered_or_told_that_it_has_to_greet() -> None:
     Bus().run(
         """
     > nobody heartbeat
-    < nobody shutdown
     > nobody submit 1 text
     < nobody failed 1 protocol_violation
     > nobody junk
@@ -463,8 +462,13 @@ def test_a_stranger_is_told_to_start_anew_or_that_it_has_to_greet() -> None:
     )
 
 
-def test_a_worker_of_an_earlier_broker_has_to_start_anew() -> None:
-    Bus(ready=False).run("> source.0 heartbeat\n< source.0 shutdown")
+def test_a_worker_of_an_earlier_broker_may_register_when_it_sees_that_it_has_to() -> None:
+    bus = Bus(ready=False)
+    bus.run("> source.0 heartbeat\n> source.0 cancelled 7 source")
+    register = events.Register(worker="source.0", pid=1, host="", boot="", replicas=(StageReplica("source", "cpu", 1),))
+    assert not [event for _, event, _ in bus.handle("source.0", register) if isinstance(event, events.Shutdown)]
+    bus.run("> source.0 ready source")
+    assert "source" not in bus.orchestrator.registry.missing()
 
 
 def test_a_worker_cannot_register_under_another_name_or_with_foreign_stages() -> None:

@@ -34,7 +34,7 @@ def deployment(
     return Deployment(
         model=ModelConfig(pipeline="probe"),
         api=ApiConfig(),
-        bus=bus or BusConfig(heartbeat_s=2.0, lost_after_s=20.0),
+        bus=bus or BusConfig(heartbeat_s=2.0, lost_after_s=20.0, step_s=0.0),
         stages={name: StageConfig(devices=("cpu",), process=process, replicas=counts.get(name, 1)) for name in STAGES},
         edges=defaults | (edges or {}),
     )
