@@ -115,6 +115,8 @@ class StageStats:
 
     waiting: int = 0
     running: int = 0
+    queued: int = 0  # work that is here and not done, where the stage can count it: prompt positions, codec frames
+    per_step: int = 0  # as much of it as one step does
     batch: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0

@@ -77,6 +77,12 @@ class Scheduler:
         first = self._next_waiting()
         return first is not None and self._can_admit(first)
 
+    @property
+    def queued(self) -> int:
+        """Positions of prompts that are still to be computed, those included that are known to come."""
+        rows = (row for table in (self.waiting, self.running) for row in table.values() if not row.output_ids)
+        return sum(max(row.length, row.prompt_length or 0) - row.computed for row in rows)
+
     def admit(self) -> list[Row]:
         """The waiting rows that fit now become running ones."""
         admitted = []

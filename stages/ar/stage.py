@@ -156,6 +156,8 @@ class ARStage(WokenByEvents):
         return StageStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
+            queued=scheduler.queued,
+            per_step=scheduler.max_prefill_tokens,
             batch=self._batch,
             kv_blocks_used=scheduler.blocks.used,
             kv_blocks_total=scheduler.blocks.total,

@@ -156,6 +156,8 @@ class Code2WavStage:
         return StageStats(
             waiting=len(self._streams) - running,
             running=running,
+            queued=sum(stream.buffered for stream in self._streams.values()),
+            per_step=self._slots * self._rule.sizes[-1],
             batch=self._batch,
             slots_used=self._slots - len(self._free),
             slots_total=self._slots,
