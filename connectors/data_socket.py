@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -77,7 +78,9 @@ class DataSockets:
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             last = min(65535, first_port + PORTS - 1)
-            raise ConfigError(f"no data socket at {listen}, ports {first_port} to {last}: {error}") from None
+            raise ConfigError(
+                f"no data socket at {listen}, ports {first_port} to {last}: {os.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else 'none is free'}"
+            ) from None
         self.endpoint = f"tcp://{_bracketed(announce)}:{port}"
 
     def send(self, to: str, parts: Sequence[Part]) -> zmq.MessageTracker | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -69,7 +70,7 @@ async def ask(broker: TcpEndpoint, key: WorkerKey, host: str, wish: events.Attac
             raise ConfigError(f"--key: what listens at {broker} {text}; take a key from the server's own directory") from None
         raise NoBroker(f"--broker: nothing answers at {broker} within {wait_s:g} s") from None
     except zmq.ZMQError as error:
-        raise ConfigError(f"--broker: {broker} cannot be reached: {error.strerror}") from None
+        raise ConfigError(f"--broker: {broker} cannot be reached: {os.strerror(error.errno)}") from None
     finally:
         for pump in pumps:
             pump.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -80,7 +81,7 @@ class RemoteDoor:
         except zmq.ZMQError as error:
             self._pump: Pump | None = None
             self.close()
-            raise ConfigError(f"bus.listen: cannot listen at {endpoint}: {error.strerror}") from None
+            raise ConfigError(f"bus.listen: cannot listen at {endpoint}: {os.strerror(error.errno)}") from None
         self._pump = Pump(loop, self._socket, on_message)
 
     def send(self, frames: Sequence[Frame]) -> None:

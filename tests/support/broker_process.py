@@ -9,6 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import TypeVar
 
 import zmq
@@ -61,7 +62,14 @@ class BrokerProcess:
 class Peer:
     """A DEALER that says what the test says, and keeps what it hears until the test asks for it."""
 
-    def __init__(self, endpoint: str, decoder: wire.HeaderDecoder[events.Event], name: bytes = b"") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        decoder: wire.HeaderDecoder[events.Event],
+        name: bytes = b"",
+        prepare: Callable[[zmq.Socket[bytes]], None] = lambda socket: None,
+    ) -> None:
+        """`prepare` is given the socket before it is connected."""
         self._decoder = decoder
         self._heard: list[tuple[events.Event, list[bytes]]] = []
         self._news = asyncio.Event()
@@ -70,6 +78,7 @@ class Peer:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         if name:
             self.socket.setsockopt(zmq.ROUTING_ID, name)
+        prepare(self.socket)
         self.socket.connect(endpoint)
         self._pump = Pump(asyncio.get_running_loop(), self.socket, self._on_message)
 
