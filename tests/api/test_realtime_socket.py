@@ -153,6 +153,31 @@ async def test_one_session_too_many_is_503_and_one_of_a_client_429(start: StartS
         assert (status, error["code"]) == (429, "too_many_sessions")
 
 
+async def test_sessions_are_counted_by_key(start: StartServer, tmp_path: Any) -> None:
+    """Behind one address there may be many users, each with a key."""
+    file = tmp_path / "keys"
+    file.write_text("sk-one\nsk-two\n")
+    server = await start(api_keys_file=str(file), max_sessions_per_client=1)
+    async with connected(server.url, MODEL, Authorization="Bearer sk-one"):
+        status, error = await refused(server, Authorization="Bearer sk-one")
+        assert (status, error["code"]) == (429, "too_many_sessions")
+        async with connected(server.url, MODEL, Authorization="Bearer sk-two"):
+            pass
+
+
+async def test_more_audio_than_is_kept_without_a_commit_is_refused(start: StartServer) -> None:
+    server = await start(session_buffer_s=1.0)
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        await socket.send("session.update", session={"audio": {"input": {"turn_detection": None}}})
+        for _ in range(6):
+            await socket.append(PCM)
+        error = (await socket.until("error"))["error"]
+        assert (error["code"], error["param"]) == ("input_audio_buffer_full", "audio")
+        await socket.send("input_audio_buffer.commit")
+        await socket.until("input_audio_buffer.committed")
+        assert [event.type for event in socket.events].count("error") == 1, "five pieces of 0.2 s had room"
+
+
 async def test_a_large_event_is_refused_and_the_socket_stays_open(start: StartServer) -> None:
     server = await start(session_event_mb=1)
     async with connected(server.url, MODEL, check=EventChecker()) as socket:

@@ -39,7 +39,7 @@ from tests.support.realtime_events import EventChecker
 
 LIMIT_S = 90.0
 TABLE = json.loads((pathlib.Path(__file__).parent / "realtime_sequences.json").read_text())
-MODELS = {"probe": "probe", "quickstart": "cascade"}
+MODELS = {"probe": "probe", "quickstart": "cascade", "qwen3_omni": "qwen3-omni-tiny"}
 SETS = {
     "probe": ["stages.source.faults=true", "stages.relay.faults=true"],
     "quickstart": ["stages.asr.threads=1"],
@@ -180,10 +180,14 @@ class Client:
 @pytest.fixture(params=sorted(TABLE))
 async def situation(request: pytest.FixtureRequest, shared_server: Serve) -> AsyncIterator[tuple[dict[str, Any], Client]]:
     case = TABLE[request.param]
-    if case["server"] == "quickstart":
+    name = case["server"]
+    if name != "probe":
         skip_without_packages()
-    server = shared_server(f"{case['server']}.toml", sets=SETS[case["server"]])
-    async with connected(server.url, MODELS[case["server"]], check=EventChecker()) as socket:
+    if name == "qwen3_omni":
+        server = shared_server("qwen3_omni_tiny.toml", sets=[f"model.path={request.getfixturevalue('omni_checkpoint')}"])
+    else:
+        server = shared_server(f"{name}.toml", sets=SETS[name])
+    async with connected(server.url, MODELS[name], check=EventChecker()) as socket:
         yield case, Client(socket)
 
 
