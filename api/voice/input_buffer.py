@@ -18,6 +18,9 @@ def to_ms(samples: int) -> int:
     return samples * 1000 // SAMPLE_RATE
 
 
+BLOCK = SAMPLE_RATE // 10  # samples: smaller pieces become one, for each takes some hundred bytes beside its samples
+
+
 class InputBuffer:
     """Pieces in order; the oldest are let go as soon as nobody needs them."""
 
@@ -36,9 +39,13 @@ class InputBuffer:
         return self._end - self._start
 
     def push(self, samples: NDArray[numpy.float32]) -> None:
-        if len(samples):
+        if not len(samples):
+            return
+        if self._pieces and len(self._pieces[-1]) + len(samples) <= BLOCK:
+            self._pieces[-1] = numpy.concatenate([self._pieces[-1], samples])
+        else:
             self._pieces.append(samples)
-            self._end += len(samples)
+        self._end += len(samples)
 
     def drop_before(self, position: int) -> None:
         """Let go what lies before that position, up to a piece that is still needed in part."""

@@ -69,6 +69,7 @@ class _Body(msgspec.Struct):
     type: str
 
 
+MAX_PARTS = 256  # of a message: an empty one weighs nothing in what a conversation may hold, and yet takes memory
 KINDS = ("message", "function_call", "function_call_output")
 
 
@@ -91,6 +92,8 @@ def item_from_json(
             message = decode_json(raw, _MessageBody, where)
             if not message.content:
                 raise InvalidRequest(f"{where}.content must hold at least one part", param=f"{where}.content")
+            if len(message.content) > MAX_PARTS:
+                raise InvalidRequest(f"{where}.content may hold up to {MAX_PARTS} parts", param=f"{where}.content")
             content = [
                 _part(part, message.role, f"{where}.content[{index}]", input_format, accepts, remote)
                 for index, part in enumerate(message.content)

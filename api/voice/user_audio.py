@@ -167,7 +167,7 @@ class UserAudio:
             self._stop(self._buffer.position)
             detector.reset()
         if self._turn is None:
-            self._buffer.drop_before(to_samples(detector.needed_from_ms))
+            self._buffer.drop_before(max(to_samples(detector.needed_from_ms), self._buffer.position - self._most))
         else:
             self._buffer.drop_before(self._turn[1])
             self._owner.on_speech(self._buffer.position - self._turn[1])

@@ -120,6 +120,11 @@ WRONG: dict[str, tuple[bytes, type[OmniBusError], str]] = {
     "an_output_without_a_call": (b'{"type":"function_call_output","output":"x"}', InvalidRequest, "item.call_id"),
     "an_output_that_is_no_text": (b'{"type":"function_call_output","call_id":"c","output":1}', InvalidRequest, "item.output"),
     "an_empty_id": (message({"type": "input_text", "text": "x"}, id=""), InvalidRequest, "item.id"),
+    "more_parts_than_a_message_may_have": (
+        message(*({"type": "input_text", "text": ""} for _ in range(257))),
+        InvalidRequest,
+        "item.content",
+    ),
     "an_endless_id": (message({"type": "input_text", "text": "x"}, id="x" * 1000), InvalidRequest, "item.id"),
 }
 

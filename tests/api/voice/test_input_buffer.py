@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy
+import pytest
 
 from omni_bus.api.voice.input_buffer import InputBuffer, to_ms, to_samples
 
@@ -16,22 +19,23 @@ def filled(*sizes: int) -> InputBuffer:
     return buffer
 
 
-def test_reading_between_positions() -> None:
-    buffer = filled(10, 20, 5)
-    assert len(buffer) == buffer.position == 35
-    assert buffer.read().tolist() == list(range(35))
-    assert buffer.read(8, 31).tolist() == list(range(8, 31))
-    assert buffer.read(30).tolist() == list(range(30, 35))
-    assert buffer.read(40).tolist() == []
+@pytest.mark.parametrize("sizes", [(10, 20, 5), (1_000, 2_000, 500)], ids=["small", "large"])
+def test_reading_between_positions(sizes: tuple[int, ...]) -> None:
+    buffer, end = filled(*sizes), sum(sizes)
+    assert len(buffer) == buffer.position == end
+    assert buffer.read().tolist() == list(range(end))
+    assert buffer.read(8, end - 4).tolist() == list(range(8, end - 4))
+    assert buffer.read(end - 5).tolist() == list(range(end - 5, end))
+    assert buffer.read(end + 5).tolist() == []
 
 
 def test_what_is_no_longer_needed_goes_in_whole_pieces() -> None:
-    buffer = filled(10, 20, 5)
-    buffer.drop_before(15)
-    assert buffer.read().tolist() == list(range(10, 35))
-    assert buffer.read(0, 12).tolist() == [10, 11], "of what is gone nothing is read"
-    buffer.drop_before(100)
-    assert (len(buffer), buffer.position) == (0, 35)
+    buffer = filled(1_000, 2_000, 500)
+    buffer.drop_before(1_500)
+    assert buffer.read().tolist() == list(range(1_000, 3_500))
+    assert buffer.read(0, 1_002).tolist() == [1_000, 1_001], "of what is gone nothing is read"
+    buffer.drop_before(10_000)
+    assert (len(buffer), buffer.position) == (0, 3_500)
 
 
 def test_positions_go_on_behind_a_clear() -> None:
@@ -52,3 +56,20 @@ def test_what_was_read_is_not_changed_by_what_comes() -> None:
 def test_milliseconds() -> None:
     assert to_samples(300) == 4800
     assert to_ms(4800) == 300
+
+
+def test_many_small_pieces_take_little_more_than_their_samples() -> None:
+    """A client may send its audio sample by sample."""
+    buffer = InputBuffer()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(50_000):
+            buffer.push(numpy.full(1, number, numpy.float32))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2 * 50_000 * 4
+    assert buffer.read(40_000, 40_003).tolist() == [40_000, 40_001, 40_002]
+    buffer.drop_before(49_000)
+    assert 1_000 <= len(buffer) < 1_000 + 1_600 and buffer.read().tolist()[-1] == 49_999

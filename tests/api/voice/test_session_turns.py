@@ -244,6 +244,23 @@ async def test_ten_minutes_of_silence_leave_nothing_behind(start: StartSession) 
     assert not seen.events
 
 
+async def test_a_long_wait_for_the_user_keeps_no_more_than_the_buffer_may(start: StartSession) -> None:
+    """Silence is shown to the model when nobody speaks for idle_timeout_ms, which may be longer."""
+    go = asyncio.Event()
+    seen = await start(session_buffer_s=2.0, settings=vad(idle_timeout_ms=6000))
+    seen.bus.script = (text("Hm"), go, text("", "stop"), audio(b"", last=True))
+    seen.session.create_response(ResponseWish(settings=seen.session.settings))
+    await seen.until(events.OutputTranscriptDelta)
+    await hear(seen, silence(0.5))
+    go.set()
+    await seen.until(events.ResponseDone)
+    await hear(seen, silence(7.0))
+    idle = await seen.until(events.UserIdle)
+    assert idle.audio_end_ms - idle.audio_start_ms == 6000
+    item = seen.session.get_item(idle.item_id)
+    assert 1.8 < item.audio_s <= 2.0 + 0.1, "of the silence, its end"
+
+
 async def test_the_oldest_items_go_where_audio_is_too_much_and_are_told(start: StartSession) -> None:
     seen = await start(session_history_s=2.5, session_buffer_s=2.0)
     for _ in range(3):
