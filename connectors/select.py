@@ -79,9 +79,9 @@ class Connectors:
             raise
         return Parcel(tuple(refs), frames)
 
-    def await_any(self, refs: Sequence[TensorRef]) -> bool:
-        """Whether one of these tensors is still on its way from another host."""
-        return any(ref.connector == self.tcp.name and not self.tcp.here(ref) for ref in refs)
+    def awaited(self, refs: Sequence[TensorRef]) -> TensorRef | None:
+        """The first of these tensors that is still on its way from another host."""
+        return next((ref for ref in refs if ref.connector == self.tcp.name and not self.tcp.here(ref)), None)
 
     def get(self, refs: Sequence[TensorRef], frames: Sequence[Frame], *, inline_only: bool = False) -> dict[str, torch.Tensor]:
         """The tensors by name. Raises ProtocolViolation or StaleTensor. `inline_only` for refs that a client made."""

@@ -70,6 +70,7 @@ class TcpConnector:
         self._letting_go: list[_Slot] = []  # released, and still in ZeroMQ's hands
         self._arrived: dict[tuple[str, int], _Arrived] = {}  # oldest first
         self._kept = 0
+        self._heard: dict[str, float] = {}  # sender → when its last message came (monotonic)
         self._decoder = msgspec.msgpack.Decoder(_Header)
 
     @property
@@ -139,6 +140,10 @@ class TcpConnector:
     def here(self, ref: TensorRef) -> bool:
         return (ref.segment, ref.generation) in self._arrived
 
+    def heard(self, ref: TensorRef) -> float:
+        """When anything last came from the process that sent this one (monotonic); 0: nothing has for long."""
+        return self._heard.get(ref.segment, 0.0)
+
     def get(self, ref: TensorRef, frames: Sequence[Frame]) -> torch.Tensor:
         check_ref(ref)
         arrived = self._arrived.get((ref.segment, ref.generation))
@@ -161,6 +166,8 @@ class TcpConnector:
         old = time.monotonic() - KEPT_S
         for key in [key for key, arrived in self._arrived.items() if arrived.when < old]:
             self._drop(key)
+        for sender in [sender for sender, when in self._heard.items() if when < old]:
+            del self._heard[sender]
         if self._sockets is not None:
             self._sockets.prune({slot.to for slot in self._slots.values()}, {slot.to for slot in self._letting_go})
 
@@ -199,6 +206,7 @@ class TcpConnector:
             _log.warning("a malformed message at the data socket")
             return
         key = (sender, header.number)
+        self._heard[sender] = time.monotonic()
         if header.nbytes < 0:
             self._drop(key)
             return

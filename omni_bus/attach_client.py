@@ -70,7 +70,7 @@ async def ask(broker: TcpEndpoint, key: WorkerKey, host: str, wish: events.Attac
             raise ConfigError(f"--key: what listens at {broker} {text}; take a key from the server's own directory") from None
         raise NoBroker(f"--broker: nothing answers at {broker} within {wait_s:g} s") from None
     except zmq.ZMQError as error:
-        raise ConfigError(f"--broker: {broker} cannot be reached: {os.strerror(error.errno)}") from None
+        raise ConfigError(f"--broker: {broker} cannot be reached: {os.strerror(error.errno or 0)}") from None
     finally:
         for pump in pumps:
             pump.close()

@@ -81,7 +81,7 @@ class RemoteDoor:
         except zmq.ZMQError as error:
             self._pump: Pump | None = None
             self.close()
-            raise ConfigError(f"bus.listen: cannot listen at {endpoint}: {os.strerror(error.errno)}") from None
+            raise ConfigError(f"bus.listen: cannot listen at {endpoint}: {os.strerror(error.errno or 0)}") from None
         self._pump = Pump(loop, self._socket, on_message)
 
     def send(self, frames: Sequence[Frame]) -> None:

@@ -1,4 +1,7 @@
-"""Chunks whose tensors are still on their way from another host: held back, each edge in order, until they have come or time is over."""
+"""Chunks whose tensors are still on their way from another host: held back, each edge in order, until they have come or time is over.
+
+Time is over when nothing at all has come from the sender for a while: a slow network may take as long as the request may.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from omni_bus import events
 from omni_bus.connectors.base import Frame
 from omni_bus.connectors.select import Connectors
 
-WAIT_S = 10.0  # from a chunk's event to its tensors; then its request fails
+WAIT_S = 10.0  # without a word of the sender, from a chunk's event on; then its request fails
 
 Deliver = Callable[[events.Chunk, Sequence[Frame]], None]
 
@@ -20,7 +23,7 @@ Deliver = Callable[[events.Chunk, Sequence[Frame]], None]
 class _Held:
     event: events.Chunk
     frames: Sequence[Frame]
-    until: float  # monotonic
+    since: float  # monotonic
 
 
 class Arrivals:
@@ -34,16 +37,16 @@ class Arrivals:
 
     def chunk(self, event: events.Chunk, frames: Sequence[Frame]) -> None:
         key = (event.request, event.edge)
-        if key not in self._held and not self._connectors.await_any(event.refs):
+        if key not in self._held and self._connectors.awaited(event.refs) is None:
             self._deliver(event, frames)
         else:
-            self._held.setdefault(key, collections.deque()).append(_Held(event, frames, time.monotonic() + self._wait_s))
+            self._held.setdefault(key, collections.deque()).append(_Held(event, frames, time.monotonic()))
 
     def advance(self) -> None:
         """Deliver what has come, and what is overdue."""
         now = time.monotonic()
         for key, queue in list(self._held.items()):
-            while queue and (queue[0].until <= now or not self._connectors.await_any(queue[0].event.refs)):
+            while queue and ((until := self._until(queue[0])) is None or until <= now):
                 held = queue.popleft()
                 self._deliver(held.event, held.frames)
             if not queue:
@@ -59,7 +62,13 @@ class Arrivals:
 
     def wake_at(self) -> float | None:
         """When the first chunk is overdue (monotonic)."""
-        return min((queue[0].until for queue in self._held.values()), default=None)
+        times = [self._until(queue[0]) for queue in self._held.values()]
+        return min((0.0 if until is None else until for until in times), default=None)
+
+    def _until(self, held: _Held) -> float | None:
+        """When it is overdue; None: there is nothing to wait for."""
+        ref = self._connectors.awaited(held.event.refs)
+        return None if ref is None else max(held.since, self._connectors.tcp.heard(ref)) + self._wait_s
 
     @property
     def held(self) -> int:

@@ -25,7 +25,7 @@ def tcp_connector(keys: KeyPair, *, limit: int = LIMIT_BYTES) -> TcpConnector:
 
 def arrive(receiver: Connectors, refs: Sequence[TensorRef]) -> None:
     """Take in what comes until all of these are here."""
-    until(lambda: not receiver.await_any(refs), receiver.tcp)
+    until(lambda: receiver.awaited(refs) is None, receiver.tcp)
 
 
 def until(check: Callable[[], bool], receiver: TcpConnector) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -86,6 +87,18 @@ def test_an_overdue_chunk_is_delivered_without_its_tensor(pair: Pair) -> None:
     arrivals.chunk(chunk(1), FRAMES)
     arrivals.advance()
     assert pair.delivered == [(0, "stale"), (1, "nothing")]
+
+
+def test_a_sender_that_still_sends_is_waited_for(pair: Pair) -> None:
+    arrivals = Arrivals(pair.receiver, pair.deliver, wait_s=1000.0)
+    lost = tuple(msgspec.structs.replace(ref, generation=ref.generation + 1000) for ref in pair.put(1))
+    arrivals.chunk(chunk(0, lost), FRAMES)
+    first = arrivals.wake_at()
+    arrive(pair.receiver, pair.put(2))
+    second = arrivals.wake_at()
+    assert first is not None and second is not None and second > first
+    arrivals.advance()
+    assert pair.delivered == []
 
 
 def test_the_end_of_a_request_forgets_its_chunks(pair: Pair) -> None:
