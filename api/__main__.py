@@ -1,11 +1,12 @@
 """`python -m omni_bus.api RUN_DIR INDEX DESCRIPTOR`: one API process of a running server. Ends in order on SIGTERM or SIGINT.
 
-DESCRIPTOR is the pipe to whoever started it: it gets one byte when the process listens.
+DESCRIPTOR is the pipe to whoever started it: it gets a byte when the process listens, and one with each `bus.heartbeat_s` from then on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -27,8 +28,8 @@ from omni_bus.process import die_with_parent
 from omni_bus.spec import load_pipeline
 
 
-async def serve(run_dir: RunDir, index: int, listening: Callable[[], None]) -> None:
-    """Until a signal asks to end. `listening` is called once."""
+async def serve(run_dir: RunDir, index: int, beat: Callable[[], None]) -> None:
+    """Until a signal asks to end. `beat` is called when it listens, and again and again while its loop goes round."""
     deployment = run_dir.read()
     pipeline = load_pipeline(deployment.model.pipeline)
 
@@ -48,14 +49,18 @@ async def serve(run_dir: RunDir, index: int, listening: Callable[[], None]) -> N
     try:
         api = deployment.api
         await web.TCPSite(runner, api.host, api.port, reuse_port=api.processes > 1).start()
-        listening()
-        await ending.wait()
+        while not ending.is_set():
+            beat()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deployment.bus.heartbeat_s):
+                    await ending.wait()
     finally:
         await runner.cleanup()
 
 
 def main(arguments: list[str]) -> int:
     run_dir, index, pipe = RunDir(pathlib.Path(arguments[0])), int(arguments[1]), int(arguments[2])
+    os.set_blocking(pipe, False)
     die_with_parent(signal.SIGTERM)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s api.{index} %(levelname)s %(name)s: %(message)s")
     try:
@@ -68,8 +73,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _tell(pipe: int) -> None:
-    os.write(pipe, b"+")
-    os.close(pipe)
+    # A supervisor that is stopped does not read, and one that is gone takes this process with it.
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
+        os.write(pipe, b"+")
 
 
 if __name__ == "__main__":

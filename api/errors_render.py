@@ -24,7 +24,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-_RETRY_AFTER_S = {"no_ready_replica": 5, "shutting_down": 10, "overloaded": 1, "rate_limit_exceeded": 1}
+_RETRY_AFTER_S = {"no_ready_replica": 5, "shutting_down": 10, "broker_lost": 1, "overloaded": 1, "rate_limit_exceeded": 1}
 
 
 def error_body(error: OmniBusError) -> dict[str, dict[str, str | None]]:

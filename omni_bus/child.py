@@ -26,21 +26,46 @@ class Child:
         self.name = name
         self.log = log
         self.incarnation = 0
-        self.ready = False
         self.expected = False  # its end was asked for
+        self.leaving = False  # it is being drained: nobody starts it again
+        self.on_trial = False  # whoever started it waits for it to be ready, and sees to its end if it is not to be
         self.early_deaths = 0  # in a row, without having become ready
         self.pid = 0
+        self.beats = 0  # that it has sent through its pipe, in all its lives
         self._on_exit = on_exit
         self._deaths = 0
         self._born = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: int | None = None  # our end, until the process has said that it is ready, or ended
+        self._pipe: int | None = None  # our end, until the process has closed its own, or ended
+        self._ready = asyncio.Event()
         self._gone = asyncio.Event()
         self._gone.set()
 
     @property
     def alive(self) -> bool:
         return self._process is not None
+
+    @property
+    def ready(self) -> bool:
+        """Of the process that fills the role, or filled it last."""
+        return self._ready.is_set()
+
+    @ready.setter
+    def ready(self, value: bool) -> None:
+        if value:
+            self._ready.set()
+        else:
+            self._ready.clear()
+
+    async def settled(self) -> bool:
+        """Until its process is ready, or there is none: whether it is ready."""
+        either = {asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._gone.wait())}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for future in either:
+                future.cancel()
+        return self.alive and self.ready
 
     def start(
         self,
@@ -50,6 +75,7 @@ class Child:
     ) -> None:
         """With `on_ready` the command gets one more argument: the descriptor of a pipe into which it writes a byte when it is ready.
 
+        It may write more of them, as a sign that it goes on: `beats` counts what came.
         `environment` is the process's instead of ours.
         """
         assert not self.alive
@@ -103,9 +129,12 @@ class Child:
         return theirs
 
     def _heard(self, pipe: int, on_ready: Callable[[], None]) -> None:
-        said = os.read(pipe, 1)
-        self._close_pipe()
-        if said:  # otherwise it has ended, which `_reap` is told of
+        said = os.read(pipe, 4096)
+        if not said:
+            self._close_pipe()  # it has no more to say, or has ended, which `_reap` is told of
+            return
+        self.beats += len(said)
+        if not self.ready:
             self.ready = True
             on_ready()
 

@@ -16,6 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from omni_bus import events, wire
 from omni_bus.errors import (
+    BrokerLost,
     Cancelled,
     OmniBusError,
     ProtocolViolation,
@@ -160,7 +161,7 @@ class ClientStream:
 
 
 class BusClient:
-    """A DEALER to the broker. It outlives a broker: streams of a lost one end with ShuttingDown, a new one is greeted when it comes."""
+    """A DEALER to the broker. It outlives a broker: streams of a lost one end with BrokerLost, a new one is greeted when it comes."""
 
     def __init__(self, endpoint: str, pipeline: PipelineSpec) -> None:
         self._loop = asyncio.get_running_loop()
@@ -212,8 +213,10 @@ class BusClient:
 
         A refusal (overloaded, no ready replica, …) comes as the stream's error.
         """
-        if self._closed or self._stopping or not self._connected:
+        if self._closed or self._stopping:
             raise ShuttingDown("the server is not taking requests")
+        if not self._connected:
+            raise BrokerLost("a part of the server is being started again; try again in a moment")
         request = _Request(next(self._tickets), self._loop)
         refs, frames = _inline(payload, tensors)
         self._send(events.Submit(request.ticket, label, options, deadline_s, refs, last), frames)
@@ -224,7 +227,7 @@ class BusClient:
     async def status(self) -> events.Status:
         """Stages, replicas and request counts as the broker sees them now. Raises ShuttingDown without a broker."""
         if self._closed or not self._connected:
-            raise ShuttingDown("the broker is gone")
+            raise BrokerLost("the broker is gone")
         query = next(self._tickets)
         answer: asyncio.Future[events.Status] = self._loop.create_future()
         self._queries[query] = answer
@@ -306,7 +309,7 @@ class BusClient:
             if self._welcome.done():
                 self._welcome = self._loop.create_future()
             self._stopping = False
-            self._end_all(ShuttingDown("the connection to the broker was lost"))
+            self._end_all(BrokerLost("a part of the server ended, and the request with it; ask again"))
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:

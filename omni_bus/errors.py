@@ -158,6 +158,12 @@ class ShuttingDown(OmniBusError):
     status = 503
 
 
+class BrokerLost(ShuttingDown):
+    """The broker ended, or this process's connection to it; another one is on its way."""
+
+    code = "broker_lost"
+
+
 class ConfigError(OmniBusError):
     """The user's input at the command line or in a TOML file (exit code 2): says file, line, key and the nearest valid name."""
 

@@ -17,7 +17,7 @@ import zmq
 from omni_bus import events, wire
 from omni_bus.client import BusClient, ClientStream
 from omni_bus.deployment import BusConfig, RunDir
-from omni_bus.errors import Cancelled, OmniBusError, ReplicaLost, SequenceDuplicate, SequenceGap, ShuttingDown
+from omni_bus.errors import BrokerLost, Cancelled, OmniBusError, ReplicaLost, SequenceDuplicate, SequenceGap, ShuttingDown
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, Message, TextDelta, TextPart
 from omni_bus.spec import load_pipeline
@@ -386,10 +386,10 @@ async def test_streams_end_when_the_broker_is_gone_and_the_next_broker_serves_th
     reader = asyncio.ensure_future(read(stream))
     await worker.hear(events.Open)
     broker.kill()
-    with pytest.raises(ShuttingDown):
+    with pytest.raises(BrokerLost):
         await reader
     await stream.cancel()
-    with pytest.raises(ShuttingDown):
+    with pytest.raises(BrokerLost):
         await submit(client)
     broker.restart()
     worker.register()

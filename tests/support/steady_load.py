@@ -1,0 +1,175 @@
+"""A number of streams at any time on a probe server, each held to its every word and sample, and what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import json
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+import aiohttp
+import numpy as np
+
+from omni_bus.speech_stream import SpeechStream
+
+PACKET = 1920  # samples of one word's sound
+BROKEN = "broken"  # the connection ended in the middle: what only the end of an API process can do
+
+
+@dataclasses.dataclass(slots=True)
+class Stream:
+    """One request. `end`: "done", the code of the error it ended with, or BROKEN; "" while it runs. Times are monotonic."""
+
+    place: int  # which of the streams that are open at any time
+    words: int
+    modalities: tuple[str, ...]
+    began: float
+    last: float = 0.0
+    gap: float = 0.0  # the longest time between two events
+    text: str = ""
+    packets: int = 0
+    end: str = ""
+    ended: float = 0.0
+
+    def note(self) -> None:
+        now = time.monotonic()
+        if self.last:
+            self.gap = max(self.gap, now - self.last)
+        self.last = now
+
+    def finish(self, end: str) -> None:
+        assert not self.end, f"it ended as {self.end}, and again as {end}"
+        self.end, self.ended = end, time.monotonic()
+
+
+class SteadyLoad:
+    """`async with SteadyLoad(url) as load:` keeps `count` streams open until the block ends; then it lets them finish."""
+
+    def __init__(self, url: str, *, count: int = 16, words: int = 300, text_only: int = 0, pause_s: float = 0.05) -> None:
+        """`text_only`: how many of them ask for no audio. `pause_s`: before a stream that was refused asks again."""
+        self._url = url
+        self._count = count
+        self._words = words
+        self._text_only = text_only
+        self._pause_s = pause_s
+        self._over = False
+        self._loops: list[asyncio.Task[None]] = []
+        self.streams: list[Stream] = []
+
+    async def __aenter__(self) -> SteadyLoad:
+        # A connection for each request: one that is kept alive would stay with one API process.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, limit=0), timeout=aiohttp.ClientTimeout(total=120)
+        )
+        self._loops = [asyncio.create_task(self._one_after_the_other(index)) for index in range(self._count)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        try:
+            async with asyncio.timeout(150 if error is None else 0):
+                await asyncio.gather(*self._loops)
+        finally:
+            for loop in self._loops:
+                loop.cancel()
+            await self._http.close()
+
+    def running(self) -> list[Stream]:
+        return [stream for stream in self.streams if not stream.end]
+
+    async def all_run(self, packets: int = 3) -> list[Stream]:
+        """Until as many streams as there are have sound, or text, behind them and more before them; those streams."""
+        async with asyncio.timeout(60):
+            while True:
+                self.check()
+                found = [stream for stream in self.running() if len(stream.text.split()) > packets]
+                if len(found) >= self._count // 2:
+                    return found
+                await asyncio.sleep(0.005)
+
+    async def serves(self, seconds: float) -> float:
+        """Seconds until every place has had an answer that it began to ask for after this call."""
+        began = time.monotonic()
+        async with asyncio.timeout(seconds):
+            while len({stream.place for stream in self.streams if stream.end == "done" and stream.began > began}) < self._count:
+                self.check()
+                await asyncio.sleep(0.02)
+        return time.monotonic() - began
+
+    def check(self) -> None:
+        """Raises what a loop met that no fault explains."""
+        for loop in self._loops:
+            if loop.done():
+                loop.result()
+
+    def ends(self, *, since: float = 0.0) -> collections.Counter[str]:
+        return collections.Counter(stream.end for stream in self.streams if stream.ended >= since and stream.end)
+
+    async def _one_after_the_other(self, index: int) -> None:
+        modalities = ("text",) if index < self._text_only else ("text", "audio")
+        while not self._over:
+            stream = Stream(index, self._words, modalities, time.monotonic())
+            self.streams.append(stream)
+            await self._ask(stream)
+            if stream.end != "done":
+                await asyncio.sleep(self._pause_s)
+
+    async def _ask(self, stream: Stream) -> None:
+        body = {
+            "model": "probe",
+            "messages": [{"role": "user", "content": f"!repeat:{stream.words}"}],
+            "modalities": list(stream.modalities),
+            "stream": True,
+            **({"audio": {"format": "pcm16"}} if "audio" in stream.modalities else {}),
+        }
+        try:
+            async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as response:
+                if response.status != 200:
+                    stream.finish((await response.json())["error"]["code"])
+                    return
+                async for event in _events(response):
+                    stream.note()
+                    self._take(stream, event)
+        except (aiohttp.ClientError, ConnectionError):
+            if not stream.end:
+                stream.finish(BROKEN)
+        assert stream.end, "a stream ended without saying how"
+
+    def _take(self, stream: Stream, event: str) -> None:
+        if event == "[DONE]":
+            if not stream.end:
+                _check_whole(stream)
+                stream.finish("done")
+            return
+        said = json.loads(event)
+        assert not stream.end, f"after its end as {stream.end}: {said}"
+        if "error" in said:
+            stream.finish(said["error"]["code"])
+            return
+        text, pcm = SpeechStream().read(said)
+        stream.text += text
+        samples = np.frombuffer(pcm, "<i2")
+        assert len(samples) % PACKET == 0
+        for packet in samples.reshape(-1, PACKET):
+            stream.packets += 1
+            assert (packet == stream.packets).all(), f"packet {stream.packets} is not the one that was due"
+
+
+def _check_whole(stream: Stream) -> None:
+    """Not a word and not a sample is missing, doubled or another's."""
+    assert stream.text.split() == [str(number) for number in range(stream.words)]
+    assert stream.packets == (stream.words if "audio" in stream.modalities else 0)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    rest = b""
+    async for block in response.content.iter_any():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip().decode()
