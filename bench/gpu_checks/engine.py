@@ -273,6 +273,8 @@ def _kept(attention: str) -> str:
         program = _Program(8, capture_layer=2)
         how = {"graphs": "off", "prefix_cache": False} if graphs == "fresh" else {"graphs": graphs, "attention": attention}
         stage = _stage(program, kv_blocks=600, **how)
+        assert stage._scheduler is not None
+        stage._scheduler.graphed = 0  # prompts this short would be computed whole
         history, answers[graphs], layers[graphs] = _id_prompts(most=8), [], []
         for turn in range(3):
             program.captured.clear()

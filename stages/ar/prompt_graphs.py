@@ -80,8 +80,13 @@ class PromptGraphs:
             self._sizes[tokens] = self._prepare(tokens, capture)
             progress((number + 1) / len(self._wanted), f"prompts of {tokens} positions")
 
+    @property
+    def largest(self) -> int:
+        """Positions that one graph holds."""
+        return self._wanted[-1]
+
     def takes(self, spans: Sequence[Span]) -> bool:
-        return sum(span.count for span in spans) <= self._wanted[-1] and all(span.start == 0 for span in spans)
+        return sum(span.count for span in spans) <= self.largest and all(span.start == 0 for span in spans)
 
     def run(self, embeds: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span]) -> States:
         """embeds [N, hidden] on the device and positions int64 [3, N] on the CPU of the packed spans → their states, valid until

@@ -35,7 +35,8 @@ class Scheduler:
     """Two tables in order of arrival: `waiting` rows hold no blocks, `running` rows hold all they can ever need.
 
     With `whole_prompts` a prompt is cut only if it is longer than a step, not where it does not fit beside others: the next step
-    begins with it.
+    begins with it. A prompt of token ids with up to `graphed` positions takes no kept blocks: a graph computes it from its first
+    position on, and reading the weights once, which is what that costs, would be needed for the rest of it too.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.max_length = max_length
         self.whole_prompts = whole_prompts
+        self.graphed = 0
         self.waiting: dict[int, Row] = {}
         self.running: dict[int, Row] = {}
         self._slots = list(range(max_batch, 0, -1))
@@ -123,9 +125,12 @@ class Scheduler:
 
     def _kept(self, row: Row) -> list[int]:
         """Blocks that hold the beginning of the row, without its last position: what is sampled needs one that is computed."""
-        if row.keys is None or row.computed:
+        if row.keys is None or row.computed or self._is_graphed(row):
             return []
         return self.blocks.find(row.keys.keys[: (row.length - 1) // self.blocks.block_size])
+
+    def _is_graphed(self, row: Row) -> bool:
+        return row.length <= self.graphed and all(one.token_ids is not None for one in row.pending)
 
     def _admit(self, row: Row) -> None:
         del self.waiting[row.request.id]

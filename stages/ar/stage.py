@@ -89,6 +89,8 @@ class ARStage(WokenByEvents):
                 Capture(self._device, captures=options.graphs != "plain"),
                 ctx.progress,
             )
+            if options.graphs not in ("plain", "decode"):
+                self._scheduler.graphed = prompts.largest
         ctx.progress(1.0, f"{total} KV blocks of {options.block_size} positions")
 
     def open(self, request: StageRequest) -> None:

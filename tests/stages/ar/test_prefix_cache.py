@@ -428,3 +428,15 @@ def test_where_nothing_is_kept_nothing_is_prepared(model):
     bench.answer(0, prompt(1, 22), prepare=True)
     assert [type(emission) for emission in bench.seen[0]] == [Consumed, Output, Finished] and bench.computed == 0
     bench.check_empty()
+
+
+def test_a_prompt_that_one_graph_holds_is_computed_whole(model):
+    bench = Bench(model, graphs="plain")
+    assert bench.stage._scheduler is not None
+    bench.stage._scheduler.graphed = 16
+    ids = prompt(1, 40)
+    bench.answer(0, ids)
+    for number, (length, cached) in enumerate(((16, 0), (17, 16), (40, 36)), 1):
+        assert bench.answer(number, ids[:length]) == fresh(model, ids[:length])
+        assert bench.usage[number].get("cached_tokens", 0) == cached
+    bench.check_empty()
