@@ -111,6 +111,28 @@ async def test_fields_that_are_not_said_stay_and_null_turns_off(socket: Realtime
     assert session["audio"]["input"]["transcription"] is session["audio"]["input"]["turn_detection"] is None
 
 
+async def test_what_stock_clients_ask_for_is_taken_and_shown_as_off_where_it_is(socket: RealtimeSocket) -> None:
+    """What pipecat and openai-agents send without being told to; they read the answer by types of their own."""
+    noise = {"noise_reduction": {"type": "near_field"}, "transcription": {"model": "gpt-4o-mini-transcribe"}}
+    turns = {"type": "semantic_vad", "interrupt_response": True}
+    session = await updated(
+        socket,
+        {
+            "type": "realtime",
+            "model": "gpt-realtime",
+            "audio": {"input": {**noise, "turn_detection": turns}, "output": {"voice": "ash"}},
+            "include": ["item.input_audio_transcription.logprobs"],
+        },
+    )
+    assert session["audio"]["input"]["noise_reduction"] is session["include"] is None
+    assert session["audio"]["input"]["turn_detection"]["interrupt_response"] is True
+    again = await updated(socket, {"type": "realtime", "model": "gpt-realtime", "tracing": "auto", "truncation": "auto"})
+    assert again == session
+    off = await updated(socket, {"type": "realtime", "audio": {"input": {"turn_detection": None}}})
+    assert off["audio"]["input"]["turn_detection"] is None
+    assert off["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
+
+
 @pytest.mark.parametrize("voice", ["marin", "Alloy", {"id": "cedar"}])
 async def test_voices_of_openai_stand_for_the_models_first(socket: RealtimeSocket, voice: object) -> None:
     session = await updated(socket, {"audio": {"output": {"voice": voice}}})
