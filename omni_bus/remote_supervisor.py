@@ -150,6 +150,8 @@ class RemoteSupervisor:
     async def _attach_anew(self) -> None:
         """As often as it takes: the broker may be away for long. Ends the command where it refuses."""
         delay = self._backoff_s
+        for timer in self._timers.values():
+            timer.cancel()
         for child in self._children:
             child.expected = True
             child.send_signal(signal.SIGTERM)
@@ -158,10 +160,10 @@ class RemoteSupervisor:
             child.send_signal(signal.SIGKILL)
         await self._gone(TOLD_S)
         while not self._stopping:
+            await asyncio.sleep(delay)
             try:
                 await self._attach(ATTACH_S)
             except NoBroker:
-                await asyncio.sleep(delay)
                 delay = min(2 * delay, BACKOFF_LIMIT_S)
             except ConfigError as error:
                 self._say(error.message)
@@ -202,14 +204,14 @@ class RemoteSupervisor:
             [reason] = child.last_lines(1) or [f"{child.name} refused to serve"]
             self._say(reason)
             self._end(USER_ERROR)
-        elif code in (0, ATTACH_ANEW):
-            # The broker has sent it away: it stops, or it is another one than before.
+        elif code == ATTACH_ANEW or (code == 0 and not any(other.alive for other in self._children)):
+            # The broker has sent all away: it stops, or it is another one than before.
             self._say(f"{self._name(child)} was sent away by the broker; attaching anew")
             if self._attaching is None or self._attaching.done():
                 self._attaching = asyncio.ensure_future(self._attach_anew())
                 self._attaching.add_done_callback(self._attach_ended)
         else:
-            for line in child.last_lines(LAST_LINES) if not child.ready else ():
+            for line in child.last_lines(LAST_LINES) if code and not child.ready else ():
                 self._say(f"  {child.name} | {line}")
             delay = child.backoff(self._backoff_s)
             self._say(f"{self._name(child)} ended ({how_it_ended(code)}); starting it again in {delay:g} s")

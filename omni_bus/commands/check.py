@@ -53,6 +53,7 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
             dtype = "-" if "dtype" in unused else stage.dtype
             batch = "-" if "max_batch" in unused else str(stage.max_batch)
             rows.append((name, worker, device, dtype, str(stage.threads), batch, size))
+    rows += [(name, "-", "on other hosts", "", "", "", "") for name, stage in deployment.stages.items() if not stage.replicas]
     yield from table(rows)
     yield ""
     edges = [("edge", "connector", "credits")]
@@ -119,7 +120,8 @@ def _connector(deployment: Deployment, source: str, target: str, said: str) -> s
     if CLIENT in (source, target):
         return "inline"
     processes = {deployment.stages[end].process or end for end in (source, target)}
-    return "local" if len(processes) == 1 else "inline up to 64 KiB, else shm"
+    between_hosts = ", or tcp between hosts" if deployment.bus.listen else ""
+    return f"local{between_hosts}" if len(processes) == 1 else f"inline up to 64 KiB, else shm{between_hosts}"
 
 
 def _named_gpus(deployment: Deployment) -> list[tuple[int, CudaDevice]]:

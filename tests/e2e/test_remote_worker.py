@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+import re
 import signal
 import tempfile
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
+from omni_bus.cli import main
+from tests.support.chat_http import messages, stream
+from tests.support.qwen3_omni import CASES
 from tests.support.remote_worker import bringing, write_config
 from tests.support.running_server import Server, eventually, free_port, running, started
 from tests.support.tcp_wire import Wire
@@ -66,6 +71,37 @@ def test_a_stage_on_another_host_sounds_as_one_here(base: pathlib.Path) -> None:
         server.stop()
     with running(config, sets=["stages.relay.replicas=1"]) as near:
         assert near.chat(WORDS, audio=True)["choices"][0]["message"]["audio"]["data"] == far["audio"]["data"]
+
+
+def test_a_model_divided_over_two_hosts_says_what_it_says_on_one(base: pathlib.Path, omni_checkpoint: pathlib.Path) -> None:
+    """Qwen3-Omni: processor and Thinker here, Talker and Code2Wav in one process elsewhere."""
+    broker = broker_of(new_config(base))
+    sets = [f"model.path={omni_checkpoint}", "model.name=omni", "stages.code2wav.dtype=float64"]
+    door = [f"bus.listen={broker}", f"bus.keys={base / 'keys'}", "stages.talker.replicas=0", "stages.code2wav.replicas=0"]
+    greedy = {"temperature": 0.0, "max_tokens": 12}
+
+    def answers(server: Server) -> list[tuple[str, bytes]]:
+        found = []
+        for case in CASES.values():
+            sampling = {"thinker": greedy, "talker": greedy}
+            wanted = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}, "sampling": sampling}
+            answer = stream(server.url, {"model": "omni", "messages": messages(case), **wanted})
+            assert not answer.errors and len(answer.pcm)
+            found.append((answer.text, answer.pcm.tobytes()))
+        return found
+
+    with started("qwen3_omni_tiny.toml", sets=[*sets, *door]) as server:
+        # Where the checkpoint lies there is this host's own affair.
+        there = base / "elsewhere"
+        there.symlink_to(omni_checkpoint)
+        more = ("--stage", "code2wav", "--model-path", str(there))
+        with bringing(base, broker, *more, stage="talker") as worker:
+            server.wait_ready(120)
+            divided = answers(server)
+            assert worker.stop() == 0
+        server.stop()
+    with running("qwen3_omni_tiny.toml", sets=sets) as server:
+        assert answers(server) == divided
 
 
 def test_ctrl_c_lets_a_running_answer_finish_and_a_second_one_does_not(base: pathlib.Path) -> None:
@@ -150,6 +186,34 @@ def test_a_cut_wire_ends_its_requests_by_name_and_a_healed_one_serves(base: path
 
         asyncio.run(asyncio.wait_for(through_a_wire(), 240))
         server.stop()
+
+
+def listened_on(processes: Iterable[psutil.Process]) -> set[int]:
+    """TCP ports."""
+    found = (connection for process in processes for connection in process.net_connections("tcp"))
+    return {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def test_only_the_ports_that_the_configuration_names_are_open(base: pathlib.Path) -> None:
+    config = new_config(base, relays=1)
+    door = int(broker_of(config).rsplit(":", 1)[1])
+    with running(config) as server:
+        here = listened_on(server.processes().values())
+        with bringing(base, broker_of(config), "--data-port", str(door + 1)) as worker:
+            worker.wait_said("is ready")
+            there = listened_on(worker.workers())
+            assert worker.stop() == 0
+    assert {server.port, door} < here and len(here) == 2 + 3  # a data socket for each of the three workers
+    assert here | there <= {server.port, *range(door, door + 101)} and len(there) == 1
+    with running("probe.toml") as server:
+        assert listened_on(server.processes().values()) == {server.port}
+
+
+def test_the_check_says_what_is_left_to_other_hosts(base: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(new_config(base))]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^relay +- +on other hosts$", said, re.MULTILINE)
+    assert re.search(r"^source->relay +inline up to 64 KiB, else shm, or tcp between hosts ", said, re.MULTILINE)
 
 
 def test_what_a_user_does_wrong_is_told_in_one_line(base: pathlib.Path) -> None:
