@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from omni_bus.commands import bench, chat, check, fixture, status, top, up
+from omni_bus.commands import bench, chat, check, fixture, keys, status, top, up, worker
 
 
 class Command(Protocol):
@@ -22,4 +22,4 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (up, check, status, top, chat, bench, fixture)
+COMMANDS: tuple[Command, ...] = (up, check, status, top, chat, bench, fixture, keys, worker)
