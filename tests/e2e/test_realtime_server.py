@@ -72,6 +72,22 @@ async def test_audio_leaves_no_earlier_than_its_lead(probe: Server) -> None:
         assert sent == pytest.approx(60 * 0.08)
 
 
+async def test_speech_longer_than_the_deadline_is_not_late_and_a_stage_that_hangs_is(serve: Serve) -> None:
+    server = serve("probe.toml", sets=[*PROBE, "api.deadline_s=3"])
+    async with connected(server.url, "probe", check=EventChecker()) as socket:
+        await ask(socket, "!repeat:100")
+        response = (await socket.until("response.done"))["response"]
+        assert response["status"] == "completed", response["status_details"]
+        deltas = [event for event in socket.events if event.type == "response.output_audio.delta"]
+        assert sum(len(event.pcm) for event in deltas) / 48_000 == pytest.approx(100 * 0.08)
+        assert deltas[-1].at - deltas[0].at > 3, "eight seconds, two of them ahead"
+        since = socket.count
+        await ask(socket, "one !hang:relay two")
+        response = (await socket.until("response.done", since=since))["response"]
+        assert response["status_details"]["error"]["code"] == "deadline_exceeded"
+        await asyncio.to_thread(eventually, lambda: idle(server), PATIENCE_S, "it is gone from every stage")
+
+
 async def test_two_hundred_sockets_closed_in_mid_response_leave_no_request(probe: Server) -> None:
     async def one() -> None:
         async with connected(probe.url, "probe") as socket:
