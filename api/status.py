@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from omni_bus.api.errors_render import error_body
 from omni_bus.api.keys import BUS, METRICS, MODEL
 from omni_bus.api.models import json_response
-from omni_bus.errors import NoReadyReplica, ShuttingDown
+from omni_bus.errors import NoReadyReplica, OmniBusError, ShuttingDown
 from omni_bus.events import Status
 
 BROKER_S = 2.0  # for the broker to say how it stands
@@ -33,13 +33,17 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """200 when every stage has a ready replica; otherwise 503 with the missing stages."""
+    error: OmniBusError
     try:
-        missing = list((await _broker_status(request)).missing)
-    except ShuttingDown:
-        missing = [stage.name for stage in request.app[MODEL].pipeline.stages]
-    if not missing:
-        return json_response({"ready": True, "missing": []})
-    error = NoReadyReplica(f"these stages have no ready replica: {', '.join(missing)}")
+        seen = await _broker_status(request)
+        missing = list(seen.missing)
+        if not missing and not seen.stopping:
+            return json_response({"ready": True, "missing": []})
+        error = NoReadyReplica(f"these stages have no ready replica: {', '.join(missing)}")
+        if seen.stopping:
+            error = ShuttingDown("the server is shutting down")
+    except ShuttingDown as gone:
+        missing, error = [stage.name for stage in request.app[MODEL].pipeline.stages], gone
     return json_response({"ready": False, "missing": missing, **error_body(error)}, error.status, {"Retry-After": "2"})
 
 

@@ -7,6 +7,7 @@ import fcntl
 import os
 import pathlib
 import shutil
+import tempfile
 
 from omni_bus.deployment import RunDir
 from omni_bus.errors import ConfigError
@@ -42,6 +43,18 @@ def sweep_run_dirs(beside: RunDir) -> list[pathlib.Path]:
             shutil.rmtree(lock.parent, ignore_errors=True)
             swept.append(lock.parent)
     return swept
+
+
+def running_servers() -> list[RunDir]:
+    """The servers of this user that run on this machine."""
+    bases = {os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), tempfile.gettempdir()}
+    found = []
+    for base in sorted(bases):
+        for lock in sorted(pathlib.Path(base).glob(f"omni-bus-*/{_LOCK}")):
+            with contextlib.suppress(OSError):
+                if lock.stat().st_uid == os.getuid() and not _is_free(lock) and RunDir(lock.parent).control.is_socket():
+                    found.append(RunDir(lock.parent))
+    return found
 
 
 def clear_run_dir(run_dir: RunDir, *, keep_logs: bool) -> None:

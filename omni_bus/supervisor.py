@@ -1,32 +1,36 @@
-"""`omni-bus up`: starts broker, workers and API, shows their progress, starts again what dies, stops all in order."""
+"""`omni-bus up`: starts broker, workers and API, shows their progress, starts again what dies, stops all in order.
+
+SIGTERM drains first: what runs has `bus.drain_s` to finish, and the API says meanwhile that it takes nothing new. Ctrl-C does not wait
+so long, and a second signal waits for nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from omni_bus.api_port import check_port
 from omni_bus.broker_link import BrokerLink
 from omni_bus.child import Child, how_it_ended
+from omni_bus.control_server import ControlServer
 from omni_bus.deployment import Deployment
-from omni_bus.errors import ConfigError
-from omni_bus.events import Exited, Status, StopServing
+from omni_bus.errors import ShuttingDown
+from omni_bus.events import DrainWorker, Exited, Expect, Status
 from omni_bus.mps import Mps, wanted
+from omni_bus.operations import Operations
 from omni_bus.progress import Progress
 from omni_bus.run_dirs import clear_run_dir, create_run_dir, sweep_run_dirs
 from omni_bus.segments import sweep
+from omni_bus.spec import load_pipeline
+from omni_bus.stop_order import BROKER_S, TOLD_S, Stop, gone
+from omni_bus.worker_pool import WorkerPool
 
 EARLY_DEATHS = 3  # of one process, before the server was ever ready: then it never will be
 LAST_LINES = 15
-# The whole of a stop takes less than 5 s: what is asked nicely has until the first mark, what is told has until the second.
-SERVE_OUT_S = 1.5
-ASKED_S = 2.5
-TOLD_S = 3.5
-BROKER_S = 0.7
 USER_ERROR = 2
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads it when it is imported
 
@@ -40,13 +44,15 @@ class Supervisor:
         self._progress = Progress(tuple(deployment.stages), sys.stderr)
         self._run_dir = create_run_dir()
         self._broker = self._child("broker")
-        self._workers = [self._child(name) for name in deployment.workers()]
+        self._pool = WorkerPool(self._run_dir, deployment, make=self._child, start=self._start, tell=self._tell)
         self._apis = [self._child(f"api.{index}") for index in range(deployment.api.processes)]
         self._mps = Mps(self._run_dir, self._progress.say) if wanted(deployment) else None
         self._link: BrokerLink | None = None
         self._stages_ready = False
         self._announced = False
         self._stopping = False
+        self._drains = False  # the stop lets what runs finish
+        self._control: ControlServer | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}  # child → its next start
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[int]
@@ -68,6 +74,7 @@ class Supervisor:
         await self._start_mps()
         if not self._stopping:
             self._start_all()
+            self._control = await ControlServer.start(self._run_dir.control, self._operations(), self._ready, self._tell_user)
         code = await self._ended
         await self._stop()
         if self._mps is not None:
@@ -80,6 +87,23 @@ class Supervisor:
 
     def _child(self, name: str) -> Child:
         return Child(name, self._run_dir.log(name), self._on_exit)
+
+    def _operations(self) -> Operations:
+        bus = self._deployment.bus
+        return Operations(self._pool, load_pipeline(self._deployment.model.pipeline), self._status, drain_s=bus.drain_s)
+
+    def _ready(self) -> bool:
+        return self._announced and self._link is not None
+
+    async def _status(self) -> Status:
+        if self._link is None:
+            raise ShuttingDown("the broker is being started again; try again in a moment")
+        return await self._link.status()
+
+    def _tell(self, event: Expect | DrainWorker) -> None:
+        """A broker that is not there reads the deployment when it comes."""
+        if self._link is not None:
+            self._link.send(event)
 
     async def _start_mps(self) -> None:
         """Before the workers: CUDA looks for it once, when a process first uses it."""
@@ -108,12 +132,12 @@ class Supervisor:
         self._link = BrokerLink(self._run_dir.broker, self._on_status)
 
     def _start(self, child: Child) -> None:
-        if child.alive or self._stopping:
+        if child.alive or child.leaving or self._stopping:
             return
         python, run_dir = [sys.executable, "-m"], str(self._run_dir.path)
         if child is self._broker:
             child.start([*python, "omni_bus.broker_main", run_dir])
-        elif child in self._workers:
+        elif child in self._pool.children:
             child.start(
                 [*python, "omni_bus.workers", run_dir, child.name, str(child.incarnation)],
                 environment=self._worker_environment(),
@@ -135,17 +159,17 @@ class Supervisor:
         return environment
 
     def _children(self) -> Iterable[Child]:
-        return [self._broker, *self._workers, *self._apis]
+        return [self._broker, *self._pool.children, *self._apis]
 
     # ---- becoming ready
 
     def _on_status(self, status: Status) -> None:
         self._progress.show(status)
-        for child in self._workers:
+        for child in self._pool.children:
             states = [replica.state for replica in status.replicas if replica.worker == child.name and replica.pid == child.pid]
             if states and all(state == "ready" for state in states) and not child.ready:
                 child.ready = True
-                if child.incarnation > 1:
+                if child.incarnation > 1 and not child.on_trial:
                     self._progress.say(f"omni-bus: {child.name} is ready again")
             if "lost" in states and child.alive and child.ready and not self._stopping:
                 # It lives and has not been heard for `bus.lost_after_s`: the broker has given it up, so nothing will come of it.
@@ -170,8 +194,10 @@ class Supervisor:
         self._note(f"{child.name} ended: {how_it_ended(code)}")
         if self._stopping or child.expected:
             return
-        if child in self._workers and self._link is not None:
+        if child in self._pool.children and self._link is not None:
             self._link.send(Exited(child.name))
+        if child.leaving or child.on_trial:
+            return  # whoever asked for that waits for it
         if not self._announced and (code == USER_ERROR or child.early_deaths >= EARLY_DEATHS):
             self._give_up(child, code)
             return
@@ -203,14 +229,14 @@ class Supervisor:
         if self._link is not None:
             self._link.close()
             self._link = None
-        others = [*self._apis, *self._workers]
+        others = [*self._apis, *self._pool.children]
         for child in others:
             child.expected = True
             child.send_signal(signal.SIGTERM)
-        await self._gone(others, TOLD_S)
+        await gone(others, TOLD_S, self._hurry)
         for child in others:
             child.send_signal(signal.SIGKILL)
-        await self._gone(others, BROKER_S)
+        await gone(others, BROKER_S, self._hurry)
         await asyncio.sleep(delay)
         if not self._stopping:
             self._start_all()
@@ -224,6 +250,7 @@ class Supervisor:
         self._note(f"{number.name}")
         if self._stopping:
             self._hurry.set()
+        self._drains = self._drains or number == signal.SIGTERM
         self._end(0)
 
     def _end(self, code: int) -> None:
@@ -232,46 +259,21 @@ class Supervisor:
             self._ended.set_result(code)
 
     async def _stop(self) -> None:
-        """API first, so that nothing new comes; then the running requests, the workers, and the broker last."""
         self._progress.close()
+        if self._control is not None:
+            await self._control.close()
         for timer in self._timers.values():
             timer.cancel()
         for task in self._tasks:
             task.cancel()
-        others = [*self._apis, *self._workers]
-        for child in self._apis:
-            child.send_signal(signal.SIGTERM)
-        if self._link is not None and self._broker.alive:
-            self._link.send(StopServing(SERVE_OUT_S))
-        for child in self._workers:
-            # One that still loads does not read its socket, and one without a broker will not be told.
-            if not (child.ready and self._broker.alive):
-                child.send_signal(signal.SIGTERM)
-        await self._gone(others, ASKED_S)
-        for child in others:
-            child.send_signal(signal.SIGTERM)
-        await self._gone(others, TOLD_S - ASKED_S)
-        for child in others:
-            child.send_signal(signal.SIGKILL)
-        self._broker.send_signal(signal.SIGTERM)
-        await self._gone([self._broker, *others], BROKER_S)
-        self._broker.send_signal(signal.SIGKILL)
-        await asyncio.gather(*(child.gone() for child in self._children()))
+        stop = Stop(self._broker, self._pool.children, self._apis, self._link, self._hurry)
+        if self._drains:
+            self._tell_user(f"draining for up to {self._deployment.bus.drain_s:g} s; once more, and it ends at once")
+            await stop.drain(self._deployment.bus.drain_s)
+        await stop.all()
         if self._link is not None:
             self._link.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _gone(self, children: Iterable[Child], seconds: float) -> None:
-        """Wait until they have ended, the time is over, or the user is in a hurry."""
-        waiting = {asyncio.ensure_future(child.gone()) for child in children if child.alive}
-        if not waiting:
-            return
-        everyone = asyncio.ensure_future(asyncio.wait(waiting))
-        hurry = asyncio.ensure_future(self._hurry.wait())
-        both: set[asyncio.Future[Any]] = {everyone, hurry}
-        await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for future in (everyone, hurry, *waiting):
-            future.cancel()
 
     # ---- small things
 
@@ -286,6 +288,9 @@ class Supervisor:
             self._progress.say(f"omni-bus: internal error: {error!r}")
             self._end(1)
 
+    def _tell_user(self, text: str) -> None:
+        self._progress.say(f"omni-bus: {text}")
+
     def _note_all(self, what: str, names: Iterable[str]) -> None:
         for name in names:
             self._note(f"{what} {name}")
@@ -293,25 +298,6 @@ class Supervisor:
     def _note(self, text: str) -> None:
         if self._verbose:
             self._progress.say(f"omni-bus: {text}")
-
-
-def check_port(deployment: Deployment) -> None:
-    """Raises ConfigError where the API could not listen."""
-    host, port = deployment.api.host, deployment.api.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror:
-        raise ConfigError(f'api.host: "{host}" is no address of this machine; choose another with --host') from None
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except PermissionError:
-            raise ConfigError(f"api.port: {port} may not be used by this user; choose one above 1023 with --port") from None
-        except OSError as error:
-            raise ConfigError(
-                f"api.port: cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
-            ) from None
 
 
 def serve(deployment: Deployment, *, verbose: bool = False) -> int:

@@ -36,9 +36,26 @@ def render(status: dict[str, Any]) -> Iterator[str]:
     """Lines for people."""
     missing = ", ".join(status["missing"])
     state = "ready" if status["ready"] else f"not ready: {missing}"
+    if status.get("stopping"):
+        state = "draining: nothing new is taken"
     yield f"{status['model']} (pipeline {status['pipeline']}): {state}, up {_duration(status['uptime_s'])}"
     yield ""
-    rows = [("stage", "worker", "pid", "device", "state", "requests", "waiting", "batch", "busy", "kv", "slots", "restarts")]
+    head = (
+        "stage",
+        "worker",
+        "pid",
+        "device",
+        "state",
+        "requests",
+        "waiting",
+        "queued",
+        "batch",
+        "busy",
+        "kv",
+        "slots",
+        "restarts",
+    )
+    rows = [head]
     for replica in (replica for stage in status["stages"] for replica in stage["replicas"]):
         load = replica.get("load") or {}
         state = replica["state"] if replica["state"] != "loading" else f"loading {replica.get('progress', 0.0):.0%}"
@@ -51,6 +68,7 @@ def render(status: dict[str, Any]) -> Iterator[str]:
                 state,
                 str(replica.get("requests", 0)),
                 str(load.get("waiting", 0)),
+                str(load.get("queued", 0)) if load.get("per_step") else "-",
                 str(load.get("batch", 0)),
                 f"{load.get('busy_s', 0.0):.1f} s",
                 _of(load, "kv_blocks"),

@@ -55,7 +55,7 @@ def test_progress_and_one_line_with_the_address(serve: Callable[..., Server]) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_all_in_order_with_requests_running(serve: Callable[..., Server], number: signal.Signals) -> None:
-    server = serve("probe.toml", sets=[*FAULTS, LARGE])
+    server = serve("probe.toml", sets=[*FAULTS, LARGE, "bus.drain_s=1"])
     thread = in_background(lambda: server.chat("a b c !hang:sink d", audio=True))
     eventually(lambda: running_requests(server) == 1, 10, "the request runs")
     eventually(lambda: server.segments() != [], 10, "shared memory is in use")
