@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from omni_bus.commands import bench, chat, check, drain, fixture, restart, scale, status, top, up
+from omni_bus.commands import bench, chat, check, drain, fixture, keys, restart, scale, status, top, up, worker
 
 
 class Command(Protocol):
@@ -22,4 +22,4 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
-COMMANDS: tuple[Command, ...] = (up, check, status, top, scale, drain, restart, chat, bench, fixture)
+COMMANDS: tuple[Command, ...] = (up, check, status, top, scale, drain, restart, chat, bench, fixture, keys, worker)
