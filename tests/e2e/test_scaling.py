@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -170,29 +171,39 @@ def test_stages_of_one_process_are_scaled_together_and_what_will_not_start_is_to
 
 
 def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(serve: Callable[..., Server]) -> None:
-    server = serve("probe.toml", sets=[*ONE_THREAD, "stages.sink.faults=true", "bus.drain_s=60"])
-    answers: list[str] = []
-    thread = threading.Thread(target=lambda: answers.append(server.answer("a !sleep:sink:6000 b", audio=True)), daemon=True)
-    thread.start()
-    eventually(lambda: sum(server.get("/v1/status")["requests"].values()) == 1, 20, "the request runs")
+    """The running answer is longer than sockets hold, and lasts until its client has read it."""
+    server = serve("probe.toml", sets=[*ONE_THREAD, "bus.drain_s=200"])
+    body = {
+        "model": "probe",
+        "messages": [{"role": "user", "content": "word " * 4000}],
+        "modalities": ["text", "audio"],
+        "audio": {"format": "pcm16"},
+        "stream": True,
+    }
+    asked = urllib.request.Request(
+        f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     tag = server.tag
-    server.process.send_signal(signal.SIGTERM)
+    with urllib.request.urlopen(asked, timeout=200) as answer:
+        assert answer.readline().startswith(b"data: {")
+        server.process.send_signal(signal.SIGTERM)
 
-    def refusal(ask: Callable[[], object]) -> tuple[int, str]:
-        try:
-            ask()
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())["error"]["code"]
-        return 200, ""
+        def refusal(ask: Callable[[], object]) -> tuple[int, str]:
+            try:
+                ask()
+            except urllib.error.HTTPError as error:
+                return error.code, json.loads(error.read())["error"]["code"]
+            return 200, ""
 
-    eventually(lambda: refusal(lambda: server.get("/ready")) == (503, "shutting_down"), 20, "it says that it is not ready")
-    assert refusal(lambda: server.chat("new")) == (503, "shutting_down")
-    assert omni_bus(server, "status", "--url", server.url).stdout.splitlines()[0].split(": ")[1].startswith("draining")
-    assert omni_bus(server, "scale", "source", "2").returncode != 0
-    assert answers == [] and server.process.poll() is None, "all of that while the request ran"
-    thread.join(60)
-    assert answers == ["a !sleep:sink:6000 b "]
-    assert server.process.wait(30) == 0
+        eventually(lambda: refusal(lambda: server.get("/ready")) == (503, "shutting_down"), 60, "it says that it is not ready")
+        assert refusal(lambda: server.chat("new")) == (503, "shutting_down")
+        shown = omni_bus(server, "status", "--url", server.url).stdout
+        assert "draining: nothing new is taken" in shown.splitlines()[0]
+        assert omni_bus(server, "scale", "source", "2").returncode != 0
+        assert server.process.poll() is None, "all of that while the answer was given"
+        rest = answer.read()
+    assert rest.rstrip().endswith(b"data: [DONE]") and rest.count(b"word ") >= 3999 and b'"error"' not in rest
+    assert server.process.wait(60) == 0
     server.assert_nothing_left(tag)
 
 
