@@ -81,6 +81,8 @@ class Connectors:
 
     def awaited(self, refs: Sequence[TensorRef]) -> TensorRef | None:
         """The first of these tensors that is still on its way from another host."""
+        if self.tcp.socket is None:
+            return None
         return next((ref for ref in refs if ref.connector == self.tcp.name and not self.tcp.here(ref)), None)
 
     def get(self, refs: Sequence[TensorRef], frames: Sequence[Frame], *, inline_only: bool = False) -> dict[str, torch.Tensor]:

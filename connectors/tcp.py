@@ -146,6 +146,8 @@ class TcpConnector:
 
     def get(self, ref: TensorRef, frames: Sequence[Frame]) -> torch.Tensor:
         check_ref(ref)
+        if self._sockets is None:
+            raise ProtocolViolation("a tensor of another host, and this process has no data socket")
         arrived = self._arrived.get((ref.segment, ref.generation))
         if arrived is None:
             raise StaleTensor("a tensor did not come from the other host: the connection between them was cut, or is too slow")
