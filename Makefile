@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 CLIENTS := $(VENV)-clients
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ONCE ?=
+MINUTES ?= 8
+SEED ?= 1
 
-.PHONY: demo test lint format setup setup-test setup-clients setup-browser clean help
+.PHONY: demo test soak lint format setup setup-test setup-clients setup-browser clean help
 
 help:
 	@echo "make demo         asks a spoken question of real models on this CPU, then goes on serving (ONCE=1: ends after its turn)"
 	@echo "make test         lint, types and every test"
+	@echo "make soak         kills, stops and cuts random processes under load (MINUTES=8 SEED=1); not part of make test"
 	@echo "make lint         ruff, formatting and mypy --strict"
 	@echo "make clean        removes $(VENV) and $(CLIENTS)"
 
@@ -20,6 +23,9 @@ demo: setup
 
 test: lint setup-clients setup-browser
 	$(BIN)/python -m pytest
+
+soak: setup-test
+	$(BIN)/python -m tests.soak.chaos --minutes $(MINUTES) --seed $(SEED)
 
 lint: setup-test
 	$(BIN)/ruff check

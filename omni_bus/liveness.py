@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pathlib
 import signal
 from collections.abc import Awaitable, Callable, Iterable
 
@@ -39,17 +40,20 @@ class Liveness:
                 await asyncio.sleep(self._bus.heartbeat_s)
         self._kill(broker)
 
-    async def apis(self, apis: Iterable[Child]) -> None:
-        """For ever. Each of them beats while its loop goes round; one that has not begun to still starts."""
-        seen = {api.name: (0, 0) for api in apis}  # beats, and how often they were as many
+    async def standing_still(self, children: Callable[[], Iterable[Child]], beating: Iterable[Child]) -> None:
+        """For ever: whoever is stopped, even while it starts, and of `beating` who is ready and sends no beat."""
+        beaters = {child.name for child in beating}
+        seen: dict[str, tuple[int, int]] = {}  # beats, and how often in a row it stood still
         while True:
             await asyncio.sleep(self._bus.heartbeat_s)
-            for api in apis:
-                beats, missed = seen[api.name]
-                missed = missed + 1 if api.alive and api.ready and api.beats == beats else 0
-                seen[api.name] = (api.beats, missed)
+            for child in children():
+                beats, missed = seen.get(child.name, (0, 0))
+                silent = child.name in beaters and child.ready and child.beats == beats
+                missed = missed + 1 if child.alive and (silent or _stopped(child.pid)) else 0
                 if missed > self._misses:
-                    self._kill(api)
+                    self._kill(child)
+                    missed = 0
+                seen[child.name] = (child.beats, missed)
 
     def workers(self, status: Status, workers: Iterable[Child]) -> None:
         """The broker's word on workers. One that lives, was ready, and is not with the broker for too long is killed."""
@@ -79,3 +83,11 @@ class Liveness:
     def _kill(self, child: Child) -> None:
         self._say(f"{child.name} does not answer; ending it by force")
         child.send_signal(signal.SIGKILL)
+
+
+def _stopped(pid: int) -> bool:
+    """Whether the process is held by a signal or a tracer. False where the system does not tell."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False

@@ -20,13 +20,14 @@ from omni_bus.control_server import ControlServer
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ShuttingDown
 from omni_bus.events import DrainWorker, Exited, Expect, Status
+from omni_bus.liveness import Liveness
 from omni_bus.mps import Mps, wanted
 from omni_bus.operations import Operations
 from omni_bus.progress import Progress
 from omni_bus.run_dirs import clear_run_dir, create_run_dir, sweep_run_dirs
 from omni_bus.segments import sweep
 from omni_bus.spec import load_pipeline
-from omni_bus.stop_order import BROKER_S, TOLD_S, Stop, gone
+from omni_bus.stop_order import Stop
 from omni_bus.worker_pool import WorkerPool
 
 EARLY_DEATHS = 3  # of one process, before the server was ever ready: then it never will be
@@ -48,6 +49,8 @@ class Supervisor:
         self._apis = [self._child(f"api.{index}") for index in range(deployment.api.processes)]
         self._mps = Mps(self._run_dir, self._progress.say) if wanted(deployment) else None
         self._link: BrokerLink | None = None
+        self._liveness = Liveness(deployment.bus, self._tell_user)
+        self._broker_watch: asyncio.Task[None] | None = None
         self._stages_ready = False
         self._announced = False
         self._stopping = False
@@ -129,7 +132,7 @@ class Supervisor:
         self._stages_ready = False
         for child in self._children():
             self._start(child)
-        self._link = BrokerLink(self._run_dir.broker, self._on_status)
+        self._spawn(self._liveness.standing_still(self._children, self._apis))
 
     def _start(self, child: Child) -> None:
         if child.alive or child.leaving or self._stopping:
@@ -137,6 +140,8 @@ class Supervisor:
         python, run_dir = [sys.executable, "-m"], str(self._run_dir.path)
         if child is self._broker:
             child.start([*python, "omni_bus.broker_main", run_dir])
+            self._connect()
+            self._broker_watch = self._spawn(self._liveness.broker(child, self._status, self._connect))
         elif child in self._pool.children:
             child.start(
                 [*python, "omni_bus.workers", run_dir, child.name, str(child.incarnation)],
@@ -171,9 +176,8 @@ class Supervisor:
                 child.ready = True
                 if child.incarnation > 1 and not child.on_trial:
                     self._progress.say(f"omni-bus: {child.name} is ready again")
-            if "lost" in states and child.alive and child.ready and not self._stopping:
-                # It lives and has not been heard for `bus.lost_after_s`: the broker has given it up, so nothing will come of it.
-                child.send_signal(signal.SIGKILL)
+        if not self._stopping:
+            self._liveness.workers(status, self._pool.children)
         self._stages_ready = status.ready
         self._announce()
 
@@ -204,9 +208,8 @@ class Supervisor:
         delay = child.backoff(self._deployment.bus.restart_backoff_s)
         self._progress.say(f"omni-bus: {child.name} ended ({how_it_ended(code)}); starting it again in {delay:g} s")
         if child is self._broker:
-            self._spawn(self._restart_all(delay))
-        else:
-            self._later(delay, child)
+            self._disconnect()
+        self._later(delay, child)
 
     def _give_up(self, child: Child, code: int) -> None:
         self._progress.close()
@@ -221,25 +224,19 @@ class Supervisor:
         self._progress.say(f"omni-bus: {child.name} ended {times} ({how_it_ended(code)}); its last lines are above")
         self._end(1)
 
-    async def _restart_all(self, delay: float) -> None:
-        """Nothing survives the broker: what the others hold belongs to requests that only it knew."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+    def _connect(self) -> None:
+        """To the broker that is, or comes. Workers and API processes do so by themselves, with nothing left of what the last one knew."""
+        if self._link is not None:
+            self._link.close()
+        self._link = BrokerLink(self._run_dir.broker, self._on_status)
+
+    def _disconnect(self) -> None:
+        if self._broker_watch is not None:
+            self._broker_watch.cancel()
         if self._link is not None:
             self._link.close()
             self._link = None
-        others = [*self._apis, *self._pool.children]
-        for child in others:
-            child.expected = True
-            child.send_signal(signal.SIGTERM)
-        await gone(others, TOLD_S, self._hurry)
-        for child in others:
-            child.send_signal(signal.SIGKILL)
-        await gone(others, BROKER_S, self._hurry)
-        await asyncio.sleep(delay)
-        if not self._stopping:
-            self._start_all()
+        self._stages_ready = False
 
     def _later(self, delay: float, child: Child) -> None:
         self._timers[child.name] = asyncio.get_running_loop().call_later(delay, self._start, child)
@@ -264,6 +261,7 @@ class Supervisor:
             await self._control.close()
         for timer in self._timers.values():
             timer.cancel()
+        self._liveness.close()
         for task in self._tasks:
             task.cancel()
         stop = Stop(self._broker, self._pool.children, self._apis, self._link, self._hurry)
@@ -277,10 +275,11 @@ class Supervisor:
 
     # ---- small things
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

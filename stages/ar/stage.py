@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, PromptTooLong, StageFailed
+from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, PromptTooLong
+from omni_bus.stages import failures
 from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention
 from omni_bus.stages.ar.block_keys import BlockKeys
 from omni_bus.stages.ar.blocks import BlockManager
@@ -117,8 +118,9 @@ class ARStage(WokenByEvents):
             raise
         except Exception as error:
             self._release(row)
+            failures.raise_if_device_is_lost(error)
             logger.exception("request %d failed on its input", request_id)
-            raise StageFailed("the model failed on this request's input; the server's log says why") from error
+            raise failures.for_client(error, "the model failed on this request's input; the server's log says why") from error
 
     def cancel(self, request_id: int) -> None:
         row = self._rows.get(request_id)

@@ -131,21 +131,6 @@ def test_api_processes_share_the_port_and_stand_in_for_each_other(serve: Callabl
     eventually(lambda: "api.0" in server.processes() and server.processes()["api.0"].pid != first.pid, 10, "it is back")
 
 
-def test_a_killed_broker_is_started_again_with_all_that_hung_on_it(robust: Server) -> None:
-    server = robust
-    before = {name: process.pid for name, process in server.processes().items()}
-    server.processes()["broker"].kill()
-
-    def all_new() -> bool:
-        after = {name: process.pid for name, process in server.processes().items()}
-        return after.keys() == before.keys() and {name for name in before if before[name] == after[name]} == {"supervisor"}
-
-    eventually(all_new, 20, "everything was started again")
-    eventually(server.ready, 40, "the server is ready")
-    assert server.answer("still here", audio=True).split() == ["still", "here"]
-    assert all_new()
-
-
 def test_a_worker_that_hangs_is_killed_and_started_again(serve: Callable[..., Server]) -> None:
     server = serve("probe.toml", sets=[*ONE_PROCESS, "bus.heartbeat_s=0.5", "bus.lost_after_s=3"])
     hung = server.processes()["all.0"]

@@ -72,8 +72,9 @@ class SteadyLoad:
     ) -> None:
         self._over = True
         try:
-            async with asyncio.timeout(150 if error is None else 0):
-                await asyncio.gather(*self._loops)
+            if error is None:
+                async with asyncio.timeout(150):
+                    await asyncio.gather(*self._loops)
         finally:
             for loop in self._loops:
                 loop.cancel()

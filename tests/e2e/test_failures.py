@@ -1,0 +1,252 @@
+"""docs/failures.md, row by row: one process of a server goes in one way under 16 streams, and the others lose nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+import urllib.error
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.support.cut_socket import cut_unix_sockets
+from tests.support.running_server import Server, eventually, running
+from tests.support.steady_load import BROKEN, SteadyLoad, Stream
+
+pytestmark = pytest.mark.timeout(240)
+LOST_AFTER_S = 4.0
+STEP_S = 8.0
+AT_ONCE_S = 3.0  # generous: it takes milliseconds on an idle machine
+BACK_S = 90.0
+SETS = (
+    *(f"stages.{stage}.{key}" for stage in ("source", "relay", "sink") for key in ("faults=true", "threads=1")),
+    "stages.relay.replicas=2",
+    "stages.source.tensor_bytes=100000",  # through shared memory
+    "bus.heartbeat_s=0.5",
+    f"bus.lost_after_s={LOST_AFTER_S}",
+    f"bus.step_s={STEP_S}",
+    "bus.restart_backoff_s=0.1",
+    "api.processes=2",
+)
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[Server]:
+    with running("probe.toml", sets=SETS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(module_server: Server) -> Iterator[Server]:
+    """Every test begins with all there, and must leave nothing of its requests behind."""
+    eventually(lambda: whole(module_server), BACK_S, "all processes are there and ready")
+    yield module_server
+    eventually(lambda: whole(module_server) and idle(module_server), BACK_S, "all is as it was")
+
+
+def whole(server: Server) -> bool:
+    roles = {"supervisor", "broker", "api.0", "api.1", "source.0", "relay.0", "relay.1", "sink.0"}
+    if set(server.processes()) != roles or not server.ready():
+        return False
+    return all(replica["state"] == "ready" for stage in server.get("/v1/status")["stages"] for replica in stage["replicas"])
+
+
+def idle(server: Server) -> bool:
+    """No request anywhere, no row, slot or chunk held for one."""
+    status = server.get("/v1/status")
+    loads = [replica["load"] or {} for stage in status["stages"] for replica in stage["replicas"]]
+    held = sum(load.get(key, 1) for load in loads for key in ("running", "waiting", "segments_used", "held", "slots_used"))
+    return sum(status["requests"].values()) + held == 0
+
+
+def load_on(server: Server, **more: int) -> SteadyLoad:
+    return SteadyLoad(server.url, **{"count": 16, "words": 100, "text_only": 4, **more})
+
+
+def pid(server: Server, name: str) -> int:
+    return int(server.processes()[name].pid)
+
+
+def only_text(streams: list[Stream]) -> list[Stream]:
+    return [stream for stream in streams if stream.modalities == ("text",)]
+
+
+async def ask(server: Server, text: str) -> str:
+    """A request with speech beside the load; the code of the error it meets, or "done"."""
+
+    def chat() -> str:
+        try:
+            server.chat(text, audio=True)
+        except urllib.error.HTTPError as error:
+            return str(json.loads(error.read())["error"]["code"])
+        return "done"
+
+    return await asyncio.to_thread(chat)
+
+
+@pytest.mark.parametrize("victim", ["source.0", "relay.0", "sink.0"])
+async def test_a_killed_worker_costs_its_own_requests_only(server: Server, victim: str) -> None:
+    async with load_on(server) as load:
+        running_then = await load.all_run()
+        before, killed = pid(server, victim), time.monotonic()
+        psutil.Process(before).kill()
+        await load.serves(BACK_S)
+        assert pid(server, victim) != before
+    ends = load.ends(since=killed)
+    assert set(ends) <= {"done", "replica_lost", "no_ready_replica"}, ends
+    lost = [stream for stream in load.streams if stream.end == "replica_lost"]
+    assert lost, "there were streams on it"
+    # Those that were running when it died hear of it at once; one that begins meanwhile may meet it too.
+    assert all(stream.ended - killed < AT_ONCE_S for stream in lost if stream in running_then)
+    if victim != "source.0":
+        assert {stream.end for stream in only_text(load.streams)} == {"done"}, "they have nothing to do with it"
+    if victim == "relay.0":
+        assert ends["no_ready_replica"] == 0, "the other replica takes the new ones"
+        assert "done" in {stream.end for stream in running_then if "audio" in stream.modalities}, "the other's go on"
+
+
+async def test_requests_that_have_sent_nothing_run_again_and_nobody_notices(server: Server) -> None:
+    """They are bound to a relay each, and source has not come to their first word when one relay ends."""
+    asked = [asyncio.ensure_future(ask(server, "!sleep:source:3500 one two")) for _ in range(2)]
+    await asyncio.to_thread(
+        eventually,
+        lambda: server.get("/v1/status")["requests"].get("running", 0) == 2,
+        20,
+        "both are in the first step, or wait for it",
+    )
+    psutil.Process(pid(server, "relay.0")).kill()
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(*asked) == ["done"] * 2
+
+
+async def test_a_stopped_worker_is_noticed_and_those_on_its_sibling_go_on(server: Server) -> None:
+    async with load_on(server, words=60) as load:
+        await load.all_run()
+        before, stopped = pid(server, "relay.0"), time.monotonic()
+        psutil.Process(before).suspend()
+        await load.serves(BACK_S)
+        eventually(lambda: "relay.0 does not answer; ending it by force" in server.stderr, BACK_S, "it is killed")
+        await asyncio.to_thread(eventually, lambda: whole(server), BACK_S, "it is back")
+    ends = load.ends(since=stopped)
+    assert set(ends) <= {"done", "replica_lost"}, ends
+    assert {stream.end for stream in only_text(load.streams)} == {"done"}
+    meanwhile = [s for s in load.streams if stopped < s.began and s.ended < stopped + LOST_AFTER_S and s.end == "done"]
+    assert meanwhile, "others were served from start to end while it stood still"
+
+
+async def test_a_stopped_worker_is_noticed_even_before_it_has_started(server: Server) -> None:
+    before = pid(server, "relay.0")
+    psutil.Process(before).kill()
+    eventually(
+        lambda: server.processes().get("relay.0", psutil.Process()).pid not in (before, psutil.Process().pid),
+        BACK_S,
+        "the next one",
+    )
+    second = pid(server, "relay.0")
+    psutil.Process(second).suspend()
+    eventually(lambda: whole(server) and pid(server, "relay.0") != second, BACK_S, "and the one after it")
+
+
+@pytest.mark.parametrize(("word", "code"), [("!panic:relay", "stage_failed"), ("!oom:relay", "out_of_memory")])
+async def test_a_step_that_fails_costs_the_requests_of_its_stage_and_no_process(server: Server, word: str, code: str) -> None:
+    before = {name: process.pid for name, process in server.processes().items()}
+    async with load_on(server) as load:
+        await load.all_run()
+        failed = time.monotonic()
+        assert await ask(server, f"a {word} b") == code
+        await load.serves(BACK_S)
+    ends = load.ends(since=failed)
+    assert set(ends) <= {"done", code}, ends
+    assert {stream.end for stream in only_text(load.streams)} == {"done"}
+    assert {name: process.pid for name, process in server.processes().items()} == before
+
+
+@pytest.mark.parametrize("word", ["!spin:relay", "!device:relay"])
+async def test_a_step_that_hangs_or_loses_its_device_ends_its_process(server: Server, word: str) -> None:
+    async with load_on(server, words=60) as load:
+        await load.all_run()
+        failed = time.monotonic()
+        # Whoever gave it that word has sent nothing yet, so it is tried once more, on the other one.
+        assert await ask(server, word) == "replica_lost"
+        await load.serves(BACK_S)
+        await asyncio.to_thread(eventually, lambda: whole(server), BACK_S, "both are back")
+    ends = load.ends(since=failed)
+    assert set(ends) <= {"done", "replica_lost", "no_ready_replica"}, ends
+    assert {stream.end for stream in only_text(load.streams)} == {"done"}
+    logs = "".join((server.run_dir / f"relay.{number}.log").read_text() for number in (0, 1))
+    assert ("in spin" in logs.rpartition("Timeout (")[2]) if word.startswith("!spin") else ("told to lose its device" in logs)
+
+
+async def test_a_cut_socket_is_made_again_and_no_process_ends(server: Server) -> None:
+    before = {name: process.pid for name, process in server.processes().items()}
+    async with load_on(server) as load:
+        for victim, codes in (
+            ("relay.0", {"done", "replica_lost"}),
+            ("api.0", {"done", "broker_lost"}),
+            ("supervisor", {"done"}),
+        ):
+            await load.all_run()
+            cut = time.monotonic()
+            assert cut_unix_sockets(before[victim], "broker.sock") >= 1
+            await load.serves(BACK_S)
+            ends = load.ends(since=cut)
+            assert set(ends) <= codes, (victim, ends)
+    await asyncio.sleep(2 * LOST_AFTER_S)  # nobody is given up afterwards either
+    assert {name: process.pid for name, process in server.processes().items()} == before
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
+async def test_an_api_process_takes_its_own_connections_with_it(server: Server, way: signal.Signals) -> None:
+    async with load_on(server, words=60) as load:
+        await load.all_run()
+        before, gone = pid(server, "api.0"), time.monotonic()
+        psutil.Process(before).send_signal(way)
+        await asyncio.to_thread(
+            eventually,
+            lambda: server.processes().get("api.0", psutil.Process()).pid not in (before, psutil.Process().pid),
+            BACK_S,
+            "it is back",
+        )
+        await load.serves(BACK_S)
+    ends = load.ends(since=gone)
+    assert set(ends) <= {"done", BROKEN} and ends["done"], ends
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_new_broker_finds_the_workers_and_the_api_as_they_were(server: Server, way: signal.Signals) -> None:
+    before = {name: process.pid for name, process in server.processes().items()}
+    async with load_on(server) as load:
+        running_then = await load.all_run()
+        gone = time.monotonic()
+        psutil.Process(before["broker"]).send_signal(way)
+        back = await load.serves(BACK_S)
+    ends = load.ends(since=gone)
+    assert set(ends) <= {"done", "broker_lost", "no_ready_replica"}, ends
+    if way == signal.SIGKILL:
+        broken = [stream for stream in running_then if stream.end == "broker_lost"]
+        assert broken and all(stream.ended - gone < AT_ONCE_S for stream in broken)
+        print(f"all served again after {back:.2f} s")
+    after = {name: process.pid for name, process in server.processes().items()}
+    assert {name for name in before if before[name] != after[name]} == {"broker"}
+
+
+async def test_a_stopped_supervisor_is_missed_by_nobody(server: Server) -> None:
+    supervisor = psutil.Process(server.process.pid)
+    before = {name: process.pid for name, process in server.processes().items()}
+    supervisor.suspend()
+    try:
+        async with load_on(server) as load:
+            began = time.monotonic()
+            while time.monotonic() < began + 2 * LOST_AFTER_S:
+                await load.all_run()
+                await asyncio.sleep(0.1)
+    finally:
+        supervisor.resume()
+    assert set(load.ends()) == {"done"}
+    await asyncio.sleep(LOST_AFTER_S)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert {name: process.pid for name, process in server.processes().items()} == before, "it ends nobody when it goes on"
