@@ -70,6 +70,7 @@ def probe() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.timeout(1200)  # two cores may have other work
 def test_up_and_down_under_load_without_a_failed_request(probe: Server) -> None:
     with ClosedLoop(probe, STREAMS, "one two three", spoken("one", "two", "three")) as load:
         eventually(lambda: load.answered > STREAMS or load.failures != [], 60, "the load runs")
@@ -96,6 +97,7 @@ def test_up_and_down_under_load_without_a_failed_request(probe: Server) -> None:
     assert [name for name in workers(probe) if name.startswith("source")] in (["source.0"], ["source.2"])
 
 
+@pytest.mark.timeout(1200)  # two cores may have other work
 def test_a_rolling_restart_under_load_without_a_failed_request(probe: Server) -> None:
     before = {name: process.pid for name, process in probe.processes().items()}
     with ClosedLoop(probe, STREAMS, "a b c d", spoken("a", "b", "c", "d")) as load:
@@ -138,6 +140,7 @@ def test_a_worker_that_was_added_is_started_again_like_any_other(probe: Server) 
     done(probe, "scale", "source", "1")
 
 
+@pytest.mark.timeout(1200)  # two cores may have other work
 def test_stages_of_one_process_are_scaled_together_and_what_will_not_start_is_told(
     omni_checkpoint: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
@@ -165,7 +168,7 @@ def test_stages_of_one_process_are_scaled_together_and_what_will_not_start_is_to
             weights.unlink()  # those that serve have the old one mapped
             weights.write_bytes(cut)
         failed = omni_bus(server, "scale", "talker", "3")
-        assert failed.returncode == 1 and "mouth.2 ended before it was ready" in failed.stderr, failed
+        assert failed.returncode == 1 and "mouth.1 ended before it was ready" in failed.stderr, failed
         assert len(workers(server)) == 8 and set(workers(server).values()) == {"ready"}
         assert done(server, "scale", "thinker", "1")[-1] == "stages processor, thinker (one process): 1 replica"
 
