@@ -21,6 +21,7 @@ from pipecat.frames.frames import (
     LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
     LLMMessagesAppendFrame,
+    LLMRunFrame,
     MetricsFrame,
     OutputAudioRawFrame,
     StartFrame,
@@ -131,21 +132,27 @@ class Talk:
         await self.worker.queue_frame(InputAudioRawFrame(pcm, sample_rate=RATE, num_channels=1))
 
 
-async def turn(talk: Talk, said: argparse.Namespace) -> None:
-    if said.typed:
-        message = {"role": "user", "content": said.typed}
-        await talk.worker.queue_frame(LLMMessagesAppendFrame([message], run_llm=True))
-    else:
-        await talk.microphone.say(said.say[0])
-        await talk.seen.until("client.TranscriptionFrame")
+async def greeting(talk: Talk) -> None:
+    """The bot speaks first, as in the package's own examples: what it is given first, it answers, be it the user's first turn."""
+    await talk.worker.queue_frame(LLMRunFrame())
     await talk.seen.until("client.LLMFullResponseEndFrame")
-    if said.scenario == "turn":
-        await talk.seen.until("client.BotStoppedSpeakingFrame")
+    await talk.seen.until("client.BotStoppedSpeakingFrame")
+    talk.seen.add("client.greeted")
+
+
+async def turn(talk: Talk, said: argparse.Namespace) -> None:
+    await greeting(talk)
+    since = talk.seen.count
+    await talk.microphone.say(said.say[0])
+    await talk.seen.until("client.TranscriptionFrame", since)
+    await talk.seen.until("client.LLMFullResponseEndFrame", since)
+    await talk.seen.until("client.BotStoppedSpeakingFrame", since)
 
 
 async def tool(talk: Talk, said: argparse.Namespace) -> None:
     """The package calls the function, sends its output and asks for the answer by itself."""
-    await turn(talk, said)
+    message = {"role": "user", "content": said.typed}
+    await talk.worker.queue_frame(LLMMessagesAppendFrame([message], run_llm=True))
     await talk.seen.until("client.FunctionCallResultFrame")
     after = talk.seen.lines.index(await talk.seen.until("client.TTSTextFrame"))
     await talk.seen.until("client.LLMFullResponseEndFrame", after)
@@ -156,8 +163,10 @@ async def barge(talk: Talk, said: argparse.Namespace) -> None:
     """The package truncates what was played by itself."""
     asking, interrupting = said.say
     seen = talk.seen
+    await greeting(talk)
+    since = seen.count
     await talk.microphone.say(asking)
-    await seen.until("client.BotStartedSpeakingFrame")
+    await seen.until("client.BotStartedSpeakingFrame", since)
     await asyncio.sleep(MINIMUM_PLAYED_S)
     since = seen.count
     speaking = asyncio.create_task(talk.microphone.say(interrupting))
@@ -202,7 +211,10 @@ async def main() -> None:
     )
     llm.register_function(WEATHER["name"], weather)
     schema = FunctionSchema(**WEATHER, properties={"city": CITY}, required=["city"])
-    context = LLMContext(**({"tools": ToolsSchema(standard_tools=[schema])} if said.scenario == "tool" else {}))
+    if said.scenario == "tool":
+        context = LLMContext(tools=ToolsSchema(standard_tools=[schema]))
+    else:
+        context = LLMContext([{"role": "developer", "content": "Say hello!"}])
     user, assistant = LLMContextAggregatorPair(context)
     pipeline = Pipeline([user, llm, Speaker(seen), assistant])
     params = PipelineParams(
