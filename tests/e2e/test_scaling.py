@@ -169,7 +169,8 @@ def test_stages_of_one_process_are_scaled_together_and_what_will_not_start_is_to
             weights.write_bytes(cut)
         failed = omni_bus(server, "scale", "talker", "3")
         assert failed.returncode == 1 and "mouth.1 ended before it was ready" in failed.stderr, failed
-        assert len(workers(server)) == 4 and set(workers(server).values()) == {"ready"}
+        seen = workers(server)
+        assert len(seen) == 4 and set(seen.values()) == {"ready"}, (seen, server.stderr)
         assert done(server, "scale", "thinker", "1")[-1] == "stages processor, thinker (one process): 1 replica"
 
 
