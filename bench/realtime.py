@@ -4,7 +4,8 @@
 
 Speech is sent in real time. By hand: the client commits and asks for the answer at the moment its last sample is sent. By the
 server's turn detection (server_vad, 500 ms of silence): from the same moment, and from the server's speech_stopped. Both settings of
-`api.voice_prepare` are measured in one run, on two servers that take turns. An answer is cancelled at its first audio. The weights of the Qwen3-Omni are random and small.
+`api.voice_prepare` are measured in one run, on two servers that take turns. An answer is cancelled at its first audio. The weights of
+the Qwen3-Omni are random and small.
 """
 
 from __future__ import annotations
@@ -304,7 +305,7 @@ def main() -> int:
         result = {"benchmark": "realtime", "date": today, "machine": about, "turns": arguments.turns, "rows": rows}
         (arguments.out / f"{today}-realtime.json").write_text(json.dumps(result, indent=1) + "\n")
         said = ", ".join(f"{key} {value}" for key, value in about.items())
-        title = f"# The Realtime socket, {today}\n\n`python -m bench.realtime --turns {arguments.turns}`\n\n{said}\n\n"
+        title = f"# The Realtime socket, {today}\n\n`python -m bench.realtime {' '.join(sys.argv[1:])}`\n\n{said}\n\n"
         (arguments.out / f"{today}-realtime.md").write_text(f"{title}{text}\n")
     return 0
 
