@@ -133,8 +133,8 @@ class TracedLink(BrokerLink):
         self._trace = trace
 
     def send(self, event: events.Event, frames: Sequence[Frame] = ()) -> None:
+        self._trace.event("out", event, frames)  # before it leaves: its reader may run first, and must not have it earlier
         super().send(event, frames)
-        self._trace.event("out", event, frames)
         if isinstance(event, events.Heartbeat):
             self._trace.flush()
 

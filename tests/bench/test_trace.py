@@ -11,6 +11,9 @@ import sys
 import pytest
 
 from bench.trace_table import Asked, Call, Passage, Traces, chrome, follow_back, table
+from omni_bus.events import Chunk
+from omni_bus.workers.link import BrokerLink
+from omni_bus.workers.trace import Trace, TracedLink
 from tests.support.running_server import ROOT, running
 
 ASKED = Asked(0, 500, 1000, 2000)
@@ -124,3 +127,14 @@ def test_a_running_server_is_profiled(tmp_path: pathlib.Path) -> None:
         assert f": {what} |" in done.stdout, done.stdout
     names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
     assert {"step", "feed", "open", "in Chunk", "out Chunk", "to the first packet"} <= names
+
+
+def test_a_chunk_is_noted_before_its_reader_can_have_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the reader's note, if it runs first, is earlier than the sender's, and the way back ends there."""
+    noted: list[int] = []
+    link = TracedLink.__new__(TracedLink)
+    link._trace = Trace(str(tmp_path), "a.0")
+    monkeypatch.setattr(BrokerLink, "send", lambda *_: noted.append(len(link._trace._lines)))
+    link.send(Chunk(1, "a->b", 0, False), [b"payload"])
+    link._trace.close()
+    assert noted == [1]
