@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ONCE ?=
 MINUTES ?= 8
 SEED ?= 1
+SOAK ?= qwen3-omni-tiny
 
 .PHONY: demo test soak lint format setup setup-test setup-clients setup-browser clean help
 
 help:
 	@echo "make demo         asks a spoken question of real models on this CPU, then goes on serving (ONCE=1: ends after its turn)"
 	@echo "make test         lint, types and every test"
-	@echo "make soak         kills, stops and cuts random processes under load (MINUTES=8 SEED=1); not part of make test"
+	@echo "make soak         kills, stops and cuts random processes under load (MINUTES=8 SEED=1 SOAK=qwen3-omni-tiny, or probe); not part of make test"
 	@echo "make lint         ruff, formatting and mypy --strict"
 	@echo "make clean        removes $(VENV) and $(CLIENTS)"
 
@@ -25,7 +26,7 @@ test: lint setup-clients setup-browser
 	$(BIN)/python -m pytest
 
 soak: setup-test
-	$(BIN)/python -m tests.soak.chaos --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.soak.chaos --pipeline $(SOAK) --minutes $(MINUTES) --seed $(SEED)
 
 lint: setup-test
 	$(BIN)/ruff check

@@ -1,6 +1,6 @@
-"""`make soak`: random processes of a server are killed, stopped and cut off under steady streams, and at the end all is as before.
+"""`make soak`: random processes of a server are killed, stopped and cut off under 16 streams, and at the end all is as before.
 
-    python -m tests.soak.chaos --minutes 8 --seed 1
+    python -m tests.soak.chaos --pipeline qwen3-omni-tiny --minutes 8 --seed 1
 
 Every request must end exactly once, whole or with an error that has a name; only the end of an API process may break a connection.
 Between rounds of faults everybody must be served again. The same seed draws the same faults.
@@ -16,21 +16,23 @@ import dataclasses
 import pathlib
 import random
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 
 import psutil
 
 from tests.support.cut_socket import cut_unix_sockets
 from tests.support.running_server import SHM, Server, running
 from tests.support.steady_load import BROKEN, SteadyLoad
+from tests.support.steady_voice import SETS as VOICE_SETS
+from tests.support.steady_voice import STAGES, Answer, SteadyVoice
 
 LOST_AFTER_S = 3.0
-BACK_S = 120.0  # for everybody to be served again after a round
+BACK_S = 240.0  # for everybody to be served again after a round
 ROUND = 8  # faults
 NAMED = {"done", "replica_lost", "no_ready_replica", "broker_lost", BROKEN}
 SETS = (
-    *(f"stages.{stage}.{key}" for stage in ("source", "relay", "sink") for key in ("faults=true", "threads=1", "replicas=2")),
-    "stages.source.tensor_bytes=100000",
     "bus.heartbeat_s=0.5",
     f"bus.lost_after_s={LOST_AFTER_S}",
     "bus.restart_backoff_s=0.1",
@@ -38,6 +40,43 @@ SETS = (
 )
 MEMORY_SLACK = 48 << 20  # bytes: a process that was started again has other pages in memory than the one before it
 FD_SLACK = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """What is put under load: a deployment of two replicas a stage, and how to load it."""
+
+    config: str
+    sets: tuple[str, ...]
+    load: Callable[[str], SteadyLoad]  # from the server's address
+
+
+@contextlib.contextmanager
+def probe() -> Iterator[Subject]:
+    keys = ("faults=true", "threads=1", "replicas=2")
+    sets = [f"stages.{stage}.{key}" for stage in ("source", "relay", "sink") for key in keys]
+    yield Subject(
+        "probe.toml", (*sets, "stages.source.tensor_bytes=100000"), lambda url: SteadyLoad(url, words=60, text_only=4)
+    )
+
+
+@contextlib.contextmanager
+def qwen3_omni_tiny() -> Iterator[Subject]:
+    from omni_bus.stages.qwen3_omni import fixture
+
+    expected: dict[int, Answer] = {}
+    with tempfile.TemporaryDirectory(prefix="omni-soak-") as base:
+        checkpoint = pathlib.Path(base) / "tiny"
+        fixture.write(checkpoint, "tiny", 2, lambda fraction, detail: None)
+        sets = [f"stages.{stage}.{key}" for stage in STAGES for key in ("threads=1", "replicas=2")]
+        yield Subject(
+            "qwen3_omni_tiny.toml",
+            (f"model.path={checkpoint}", *VOICE_SETS, *sets),
+            lambda url: SteadyVoice(url, expected),
+        )
+
+
+SUBJECTS = {"probe": probe, "qwen3-omni-tiny": qwen3_omni_tiny}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -158,14 +197,14 @@ def judge(load: SteadyLoad, faults: list[Fault]) -> list[str]:
     return found
 
 
-async def soak(server: Server, minutes: float, seed: int) -> list[str]:
+async def soak(server: Server, load_on: Callable[[str], SteadyLoad], minutes: float, seed: int) -> list[str]:
     chaos = Chaos(server, seed)
-    async with SteadyLoad(server.url, words=60) as load:  # what a server has after its first load is what it keeps
+    async with load_on(server.url) as load:  # what a server has after its first load is what it keeps
         await load.serves(BACK_S)
     await until(lambda: chaos.whole() and chaos.idle(), "it is idle before the first fault")
     before = Held.of(server)
     rounds, began = 0, time.monotonic()
-    async with SteadyLoad(server.url, words=60, text_only=4) as load:
+    async with load_on(server.url) as load:
         while time.monotonic() < began + 60 * minutes:
             await load.all_run()
             await chaos.round()
@@ -183,14 +222,15 @@ async def soak(server: Server, minutes: float, seed: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.chaos", description=__doc__)
+    parser.add_argument("--pipeline", choices=sorted(SUBJECTS), default="probe")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if not SHM.is_dir() or not pathlib.Path("/proc/self/fd").is_dir():
         print("the soak needs Linux, with /proc and /dev/shm", file=sys.stderr)
         return 2
-    with running("probe.toml", sets=SETS) as server:
-        found = asyncio.run(soak(server, arguments.minutes, arguments.seed))
+    with SUBJECTS[arguments.pipeline]() as subject, running(subject.config, sets=(*subject.sets, *SETS)) as server:
+        found = asyncio.run(soak(server, subject.load, arguments.minutes, arguments.seed))
         for line in found:
             print(f"WRONG: {line}")
         said = server.stderr

@@ -1,4 +1,4 @@
-"""A number of streams at any time on a probe server, each held to its every word and sample, and what became of each."""
+"""A number of streams at any time on a server, a probe unless a subclass says otherwise, each held to its every word and sample."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from types import TracebackType
+from typing import Any, Self
 
 import aiohttp
 import numpy as np
@@ -29,8 +30,9 @@ class Stream:
     began: float
     last: float = 0.0
     gap: float = 0.0  # the longest time between two events
+    events: int = 0
     text: str = ""
-    packets: int = 0
+    heard: int = 0  # of its sound: packets of a probe, samples of a voice
     end: str = ""
     ended: float = 0.0
 
@@ -39,6 +41,7 @@ class Stream:
         if self.last:
             self.gap = max(self.gap, now - self.last)
         self.last = now
+        self.events += 1
 
     def finish(self, end: str) -> None:
         assert not self.end, f"it ended as {self.end}, and again as {end}"
@@ -59,7 +62,7 @@ class SteadyLoad:
         self._loops: list[asyncio.Task[None]] = []
         self.streams: list[Stream] = []
 
-    async def __aenter__(self) -> SteadyLoad:
+    async def __aenter__(self) -> Self:
         # A connection for each request: one that is kept alive would stay with one API process.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, limit=0), timeout=aiohttp.ClientTimeout(total=120)
@@ -83,12 +86,12 @@ class SteadyLoad:
     def running(self) -> list[Stream]:
         return [stream for stream in self.streams if not stream.end]
 
-    async def all_run(self, packets: int = 3) -> list[Stream]:
-        """Until as many streams as there are have sound, or text, behind them and more before them; those streams."""
+    async def all_run(self, events: int = 3) -> list[Stream]:
+        """Until half as many streams as there are have so many events behind them and more before them; those streams."""
         async with asyncio.timeout(60):
             while True:
                 self.check()
-                found = [stream for stream in self.running() if len(stream.text.split()) > packets]
+                found = [stream for stream in self.running() if stream.events > events]
                 if len(found) >= self._count // 2:
                     return found
                 await asyncio.sleep(0.005)
@@ -121,15 +124,8 @@ class SteadyLoad:
                 await asyncio.sleep(self._pause_s)
 
     async def _ask(self, stream: Stream) -> None:
-        body = {
-            "model": "probe",
-            "messages": [{"role": "user", "content": f"!repeat:{stream.words}"}],
-            "modalities": list(stream.modalities),
-            "stream": True,
-            **({"audio": {"format": "pcm16"}} if "audio" in stream.modalities else {}),
-        }
         try:
-            async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            async with self._http.post(f"{self._url}/v1/chat/completions", json=self.body(stream)) as response:
                 if response.status != 200:
                     stream.finish((await response.json())["error"]["code"])
                     return
@@ -144,7 +140,7 @@ class SteadyLoad:
     def _take(self, stream: Stream, event: str) -> None:
         if event == "[DONE]":
             if not stream.end:
-                _check_whole(stream)
+                self.check_whole(stream)
                 stream.finish("done")
             return
         said = json.loads(event)
@@ -152,19 +148,33 @@ class SteadyLoad:
         if "error" in said:
             stream.finish(said["error"]["code"])
             return
-        text, pcm = SpeechStream().read(said)
+        self.hear(stream, *SpeechStream().read(said))
+
+    # ---- what a probe is asked, and answers
+
+    def body(self, stream: Stream) -> dict[str, Any]:
+        """The request."""
+        return {
+            "model": "probe",
+            "messages": [{"role": "user", "content": f"!repeat:{stream.words}"}],
+            "modalities": list(stream.modalities),
+            "stream": True,
+            **({"audio": {"format": "pcm16"}} if "audio" in stream.modalities else {}),
+        }
+
+    def hear(self, stream: Stream, text: str, pcm: bytes) -> None:
+        """What one event brings is what is due; AssertionError where it is not."""
         stream.text += text
         samples = np.frombuffer(pcm, "<i2")
         assert len(samples) % PACKET == 0
         for packet in samples.reshape(-1, PACKET):
-            stream.packets += 1
-            assert (packet == stream.packets).all(), f"packet {stream.packets} is not the one that was due"
+            stream.heard += 1
+            assert (packet == stream.heard).all(), f"packet {stream.heard} is not the one that was due"
 
-
-def _check_whole(stream: Stream) -> None:
-    """Not a word and not a sample is missing, doubled or another's."""
-    assert stream.text.split() == [str(number) for number in range(stream.words)]
-    assert stream.packets == (stream.words if "audio" in stream.modalities else 0)
+    def check_whole(self, stream: Stream) -> None:
+        """Not a word and not a sample is missing, doubled or another's."""
+        assert stream.text.split() == [str(number) for number in range(stream.words)]
+        assert stream.heard == (stream.words if "audio" in stream.modalities else 0)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
