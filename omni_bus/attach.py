@@ -16,6 +16,7 @@ from omni_bus.spec import PipelineSpec
 
 OTHER_SERVER = "other_server"  # code of the refusal after which attaching anew helps
 ATTACH_ANEW = 75  # exit code of a worker that met it
+DISMISSED = 76  # exit code of a worker from another host that an operator of the server took away
 _REMOTE = re.compile(rb"[a-z][a-z0-9_-]{0,31}@[A-Za-z0-9-]{1,48}\.[0-9]{1,4}")
 
 
@@ -75,7 +76,7 @@ class Reception:
             assert error is not None
             return events.Refused(error)
         bus = msgspec.structs.replace(self._deployment.bus, keys="", trace="", mps="off")
-        told = msgspec.structs.replace(self._deployment, api=ApiConfig(), bus=bus)
+        told = msgspec.structs.replace(self._deployment, api=ApiConfig(), bus=bus, held={})
         return events.Attached(
             self._secrets.server, msgspec.json.encode(told), self._secrets.data.public, self._secrets.data.secret
         )

@@ -11,6 +11,7 @@ from omni_bus import events, wire
 from omni_bus.errors import ShuttingDown
 from omni_bus.pump import Pump
 
+NO_BROKER = "the broker is being started again; try again in a moment"
 _WATCH = 1  # the query that is answered at every change
 
 
@@ -20,6 +21,7 @@ class BrokerLink:
     def __init__(self, endpoint: str, on_status: Callable[[events.Status], None]) -> None:
         self._on_status = on_status
         self._queries: dict[int, asyncio.Future[events.Status]] = {}
+        self._awaited: dict[asyncio.Future[events.Status], Callable[[events.Status], bool]] = {}
         self._last_query = _WATCH
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -44,11 +46,22 @@ class BrokerLink:
         finally:
             del self._queries[query]
 
+    async def until(self, holds: Callable[[events.Status], bool]) -> events.Status:
+        """The first status, from now on, of which `holds` is true: it is asked of each change."""
+        if holds(status := await self.status()):
+            return status
+        found: asyncio.Future[events.Status] = asyncio.get_running_loop().create_future()
+        self._awaited[found] = holds
+        try:
+            return await found
+        finally:
+            del self._awaited[found]
+
     def close(self) -> None:
         """Whoever still waits for an answer gets ShuttingDown."""
-        for answer in self._queries.values():
+        for answer in (*self._queries.values(), *self._awaited):
             if not answer.done():
-                answer.set_exception(ShuttingDown("the broker is being started again; try again in a moment"))
+                answer.set_exception(ShuttingDown(NO_BROKER))
         self._pump.close()
         self._socket.close()
 
@@ -58,5 +71,8 @@ class BrokerLink:
             return
         if event.query == _WATCH:
             self._on_status(event)
+            for found, holds in self._awaited.items():
+                if not found.done() and holds(event):
+                    found.set_result(event)
         elif (answer := self._queries.get(event.query)) is not None and not answer.done():
             answer.set_result(event)

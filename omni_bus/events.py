@@ -305,7 +305,9 @@ class Cancel(Event, frozen=True):
 
 
 class Drain(Event, frozen=True):
-    """Finish what is open; nothing new will come."""
+    """Finish what is open; nothing new will come. for_good: nor is the worker to come back, as an operator took it away."""
+
+    for_good: bool = False
 
 
 class Shutdown(Event, frozen=True):

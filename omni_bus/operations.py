@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
+from omni_bus.attach import is_remote
 from omni_bus.child import Child
-from omni_bus.errors import ConfigError
+from omni_bus.errors import ConfigError, OmniBusError
 from omni_bus.events import Status
 from omni_bus.names import did_you_mean
 from omni_bus.scaling import MAX_REPLICAS, free_number, group_of, groups, no_room, numbers_of, stages_of, with_numbers
@@ -15,6 +16,7 @@ from omni_bus.spec import PipelineSpec
 from omni_bus.worker_pool import WorkerPool, number
 
 STATUS_S = 2.0  # for the broker to say who has how much work
+LEFT_S = 10.0  # behind its drain, for a worker of another host to be gone
 
 Say = Callable[[str], None]
 
@@ -23,11 +25,19 @@ class Operations:
     """One change at a time: a second one is refused until the first is over. ConfigError for what cannot be, NotStarted for what failed."""
 
     def __init__(
-        self, pool: WorkerPool, pipeline: PipelineSpec, status: Callable[[], Awaitable[Status]], *, drain_s: float
+        self,
+        pool: WorkerPool,
+        pipeline: PipelineSpec,
+        status: Callable[[], Awaitable[Status]],
+        drain_remote: Callable[[str, float], Awaitable[None]],
+        *,
+        drain_s: float,
     ) -> None:
+        """`drain_remote`: a worker's name and the seconds that it has; returns when it has left."""
         self._pool = pool
         self._pipeline = pipeline
         self._status = status
+        self._drain_remote = drain_remote
         self._drain_s = drain_s
         self._running = ""
 
@@ -47,7 +57,10 @@ class Operations:
             say(f"{self._named(group)}: {_count(len(self._pool.of_group(group)))}")
 
     async def drain(self, replica: str, say: Say) -> None:
-        """Take one replica, "talker/1", away."""
+        """Take one replica, "talker/1", away, or a worker of another host, "talker@HOST-1a2b3c.0"."""
+        if is_remote(replica.encode()):
+            await self._drain_other_host(replica, say)
+            return
         child = self._child(replica)
         group = child.name.rpartition(".")[0]
         if self._pool.of_group(group) == [child]:
@@ -87,6 +100,28 @@ class Operations:
                     say(f"{child.name} is ready")
 
     # ---- inside
+
+    async def _drain_other_host(self, worker: str, say: Say) -> None:
+        try:
+            async with asyncio.timeout(STATUS_S):
+                replicas = (await self._status()).replicas
+        except TimeoutError:
+            raise OmniBusError("the broker does not answer; try again in a moment") from None
+        stages = {replica.stage for replica in replicas if replica.worker == worker}
+        if not stages:
+            known = {replica.worker for replica in replicas if is_remote(replica.worker.encode())}
+            raise ConfigError(f'there is no worker "{worker}"{did_you_mean(worker, known)}; `omni-bus status` lists them')
+        others = {replica.stage for replica in replicas if replica.worker != worker and replica.state == "ready"}
+        if alone := sorted(stages - others):
+            raise ConfigError(f"{worker} is the only ready replica of stage {alone[0]}; start another first")
+        with self._alone(f"drain {worker}"):
+            say(f"{worker} is drained")
+            try:
+                async with asyncio.timeout(self._drain_s + LEFT_S):
+                    await self._drain_remote(worker, self._drain_s)
+            except TimeoutError:
+                raise OmniBusError(f"{worker} gets nothing new, but has not left within {self._drain_s + LEFT_S:g} s") from None
+            say(f"{worker} has left")
 
     async def _replace(self, group: str, child: Child, say: Say) -> None:
         new = free_number(self._pool.deployment, group, like=number(child))

@@ -167,7 +167,7 @@ class Orchestrator:
             case events.DrainWorker() if client.role == "supervisor":
                 worker = self.registry.get(event.worker.encode())
                 if worker is not None:
-                    self._drain(worker, event.grace_s, now)
+                    self._drain(worker, event.grace_s, now, for_good=True)
             case events.StopServing() if client.role == "supervisor":
                 self._stop(event.grace_s, now)
             case _:
@@ -261,18 +261,18 @@ class Orchestrator:
             self._send(worker.peer, events.Shutdown(), ())
         self.lifecycle.worker_lost(worker, now)
 
-    def _drain(self, worker: Worker, grace_s: float, now: float) -> None:
+    def _drain(self, worker: Worker, grace_s: float, now: float, *, for_good: bool = False) -> None:
         self._log(f"worker {worker.name} is drained")
         self._changed = True
         self.registry.retire(worker)
         if not worker.attached:
             return
+        self._send(worker.peer, events.Drain(for_good), ())
         if worker.loading:
             self._lose(worker, "it was drained before it had loaded", now, farewell=True)
             return
         self.registry.drain(worker)
         self._drains.begin(worker, now + grace_s)
-        self._send(worker.peer, events.Drain(), ())
 
     def _advance_drains(self, now: float) -> None:
         if self._drains.next() is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from omni_bus.attach import ATTACH_ANEW, Attachment, remote_name, seated
+from omni_bus.attach import ATTACH_ANEW, DISMISSED, Attachment, remote_name, seated
 from omni_bus.attach_client import NoBroker, ask, wish
 from omni_bus.child import BACKOFF_LIMIT_S, Child, how_it_ended
 from omni_bus.config import with_threads
@@ -200,7 +200,12 @@ class RemoteSupervisor:
             return
         if child.expected:
             return
-        if code == USER_ERROR:
+        if code == DISMISSED:
+            self._say(f"{self._name(child)} was drained by the server's operator and has left")
+            self._children.remove(child)
+            if not self._children:
+                self._end(0)
+        elif code == USER_ERROR:
             [reason] = child.last_lines(1) or [f"{child.name} refused to serve"]
             self._say(reason)
             self._end(USER_ERROR)

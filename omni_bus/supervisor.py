@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from omni_bus.api_port import check_port
-from omni_bus.broker_link import BrokerLink
+from omni_bus.broker_link import NO_BROKER, BrokerLink
 from omni_bus.child import Child, how_it_ended
 from omni_bus.control_server import ControlServer
 from omni_bus.deployment import Deployment
@@ -93,17 +93,25 @@ class Supervisor:
 
     def _operations(self) -> Operations:
         bus = self._deployment.bus
-        return Operations(self._pool, load_pipeline(self._deployment.model.pipeline), self._status, drain_s=bus.drain_s)
+        pipeline = load_pipeline(self._deployment.model.pipeline)
+        return Operations(self._pool, pipeline, self._status, self._drain_remote, drain_s=bus.drain_s)
 
     def _ready(self) -> bool:
         return self._announced and self._link is not None
 
     async def _status(self) -> Status:
         if self._link is None:
-            raise ShuttingDown("the broker is being started again; try again in a moment")
+            raise ShuttingDown(NO_BROKER)
         return await self._link.status()
 
     def _tell(self, event: Expect | DrainWorker) -> None:
+    async def _drain_remote(self, worker: str, grace_s: float) -> None:
+        """Of another host: until the broker knows it no longer."""
+        if (link := self._link) is None:
+            raise ShuttingDown(NO_BROKER)
+        link.send(DrainWorker(worker, grace_s))
+        await link.until(lambda status: all(replica.worker != worker for replica in status.replicas))
+
         """A broker that is not there reads the deployment when it comes."""
         if self._link is not None:
             self._link.send(event)

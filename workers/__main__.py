@@ -11,13 +11,13 @@ import sys
 import torch
 
 from omni_bus import segments
-from omni_bus.attach import ATTACH_ANEW, OTHER_SERVER, Attachment, attachment, remote_name
+from omni_bus.attach import ATTACH_ANEW, DISMISSED, OTHER_SERVER, Attachment, attachment, remote_name
 from omni_bus.connectors.cuda_ipc import CudaIpcConnector
 from omni_bus.connectors.data_socket import DataSockets
 from omni_bus.connectors.select import Connectors
 from omni_bus.connectors.tcp import TcpConnector, new_sender
 from omni_bus.deployment import BusConfig, RunDir
-from omni_bus.errors import ConfigError, ErrorInfo
+from omni_bus.errors import ConfigError
 from omni_bus.keys import ServerSecrets
 from omni_bus.names import did_you_mean
 from omni_bus.process import die_with_parent
@@ -49,8 +49,8 @@ def tcp_connector(bus: BusConfig, secrets: ServerSecrets | None, attached: Attac
     )
 
 
-def serve(run_dir: RunDir, seat: str, incarnation: int, stop: StopSignal, ready_fd: int | None) -> ErrorInfo | None:
-    """Load the worker's stages and serve until the broker or a signal ends it; returns why the broker refused it, if it did.
+def serve(run_dir: RunDir, seat: str, incarnation: int, stop: StopSignal, ready_fd: int | None) -> int:
+    """Load the worker's stages and serve until the broker or a signal ends it; returns the exit code.
 
     Raises ConfigError for what the user can mend.
     """
@@ -88,7 +88,10 @@ def serve(run_dir: RunDir, seat: str, incarnation: int, stop: StopSignal, ready_
             os.write(ready_fd, b"+")
             os.close(ready_fd)
         engine_loop.run(worker, link, stop, deployment.bus.heartbeat_s, deployment.bus.step_s)
-        return worker.refused
+        if worker.refused is not None:
+            print(f"{seat}: {worker.refused.message}", file=sys.stderr)
+            return ATTACH_ANEW if worker.refused.code == OTHER_SERVER else 2
+        return DISMISSED if worker.dismissed and attached is not None else 0
     finally:
         stop.abort = False
         connectors.close()
@@ -107,14 +110,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger(__name__).info("worker %s, start %d", arguments.worker, arguments.incarnation)
     try:
-        refused = serve(RunDir(arguments.run_dir), arguments.worker, arguments.incarnation, stop, arguments.ready_fd)
-        if refused is not None:
-            print(f"{arguments.worker}: {refused.message}", file=sys.stderr)
-            return ATTACH_ANEW if refused.code == OTHER_SERVER else 2
+        return serve(RunDir(arguments.run_dir), arguments.worker, arguments.incarnation, stop, arguments.ready_fd)
     except ConfigError as error:
         print(f"{arguments.worker}: {error.message}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

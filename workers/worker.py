@@ -49,6 +49,7 @@ class Worker:
         self._seat = seat or name
         self._server = server
         self._asked_to_leave = False
+        self.dismissed = False  # an operator took it away: it is not to come back
         self._deployment = deployment
         self._pipeline = pipeline
         self._connectors = connectors
@@ -206,7 +207,7 @@ class Worker:
                 self._arrivals.forget(event.request, self._inputs.get(event.stage, ()))
                 self._host(event.stage).cancel(event)
             case events.Drain():
-                pass  # what is open goes on; the broker sends Shutdown once it has ended
+                self.dismissed |= event.for_good  # what is open goes on; the broker sends Shutdown once it has ended
             case events.Shutdown():
                 self._shut_down = True
             case events.Refused():

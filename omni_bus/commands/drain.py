@@ -12,7 +12,9 @@ EPILOG = control_arguments.EPILOG
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("replica", metavar="STAGE/NUMBER", help="such as talker/1; a worker's name (talker.1) will do, too")
+    parser.add_argument(
+        "replica", metavar="STAGE/NUMBER", help="such as talker/1; or a worker's name: talker.1, talker@HOST-1a2b3c.0"
+    )
     control_arguments.add(parser)
 
 

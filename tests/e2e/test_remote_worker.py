@@ -127,6 +127,47 @@ def test_ctrl_c_lets_a_running_answer_finish_and_a_second_one_does_not(base: pat
         server.stop()
 
 
+def test_an_operator_drains_one_of_another_host_and_it_stays_away(
+    base: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = new_config(base)
+    with (
+        started(config) as server,
+        ThreadPoolExecutor(1) as thread,
+        bringing(base, broker_of(config), "--replicas", "2") as worker,
+    ):
+        server.wait_ready(60)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(server.run_base))
+        worker.wait_said("is ready", times=2)
+        eventually(lambda: {replica["state"] for replica in replicas(server)} == {"ready"}, 60, "both serve")
+        first, second = sorted(str(replica["worker"]) for replica in replicas(server))
+
+        answer = thread.submit(server.chat, "!sleep:relay:300 " * 10 + "end", audio=True)
+        eventually(lambda: any(replica["requests"] for replica in replicas(server)), 60, "the answer has begun")
+        [busy] = [str(replica["worker"]) for replica in replicas(server) if replica["requests"]]
+        assert main(["drain", busy]) == 0
+        assert answer.result(60)["choices"][0]["message"]["content"].endswith("end ")
+        assert capsys.readouterr().out.splitlines() == [f"{busy} is drained", f"{busy} has left"]
+        worker.wait_said(f"{busy} was drained by the server's operator and has left")
+        [left] = {first, second} - {busy}
+        eventually(lambda: len(worker.workers()) == 1, 60, "its process has ended")
+        assert [replica["worker"] for replica in replicas(server)] == [left]
+
+        assert main(["drain", left]) == 2
+        assert "is the only ready replica of stage relay; start another first" in capsys.readouterr().err
+        assert main(["drain", f"{left[:-1]}7"]) == 2
+        assert f'there is no worker "{left[:-1]}7" (did you mean "{left}"?)' in capsys.readouterr().err
+
+        with bringing(base, broker_of(config)) as another:
+            another.wait_said("is ready")
+            eventually(lambda: [r["state"] for r in replicas(server)] == ["ready"] * 2, 60, "another serves")
+            assert main(["drain", left]) == 0
+            assert worker.process.wait(60) == 0, "the command has nothing left to bring"
+            speaks(server)
+            assert another.stop() == 0
+        server.stop()
+
+
 def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(base: pathlib.Path) -> None:
     config = new_config(base)
     with started(config) as server, ThreadPoolExecutor(1) as thread, bringing(base, broker_of(config)) as worker:
