@@ -79,6 +79,11 @@ class StageLoad(msgspec.Struct, frozen=True, kw_only=True):
     segments_used: int = 0  # connector slots handed out and not yet returned
     chunks: dict[str, int] = {}  # "edge|connector" → chunks sent
     bytes: dict[str, int] = {}  # "edge|connector" → bytes sent
+    streams: int = 0  # requests here that end in speech, and so are bound to real time
+    lead_s: float | None = (
+        None  # smallest playback lead of those that are being spoken; None: none is, or the stage makes no audio
+    )
+    audio_s: float = 0.0  # sent to clients
     held: int = 0  # entries in the worker's tables: its requests, and the process's open edges, unconsumed and waiting chunks
 
 

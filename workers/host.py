@@ -21,6 +21,7 @@ from omni_bus.sampling import SamplingParams
 from omni_bus.spec import PipelineSpec
 from omni_bus.stages import contract, failures
 from omni_bus.workers.outgoing import Outgoing, Send
+from omni_bus.workers.playback import Playback, seconds_of
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class StageHost:
         self._edges = tuple(edge.name for edge in pipeline.edges if edge.source == name)
         self._client_edge = pipeline.entry.name
         self._rows: dict[int, _Row] = {}
+        self._playback = Playback()
         self._steps = 0
         self._busy_s = 0.0
 
@@ -97,6 +99,7 @@ class StageHost:
         if event.request in self._rows:
             self._fail(self._rows[event.request], ProtocolViolation(f"request opened twice in stage {self.name}"))
             return
+        self._playback.open(event.request, event.options)
         outputs = tuple(route.edge for route in event.outputs)
         row = self._rows[event.request] = _Row(event.request, {edge: _Input() for edge in event.inputs}, outputs)
         try:
@@ -218,6 +221,9 @@ class StageHost:
             segments_used=self._connectors.used,
             chunks=chunks,
             bytes=sent,
+            streams=len(self._playback),
+            lead_s=self._playback.smallest_lead(time.monotonic()),
+            audio_s=self._playback.audio_s,
             held=len(self._rows) + self._outgoing.held,
         )
 
@@ -245,6 +251,8 @@ class StageHost:
         match emission:
             case contract.Output(_, edge, payload, tensors, last):
                 self._outgoing.put(row.id, edge, payload, tensors, last)
+                if seconds := seconds_of(payload, tensors):
+                    self._playback.sent(row.id, seconds, time.monotonic())
             case contract.Consumed(_, edge, count):
                 arrived = row.inputs[edge]
                 assert 0 < count <= arrived.unconsumed, f"{count} chunks of {edge} consumed, {arrived.unconsumed} are there"
@@ -254,6 +262,7 @@ class StageHost:
                 assert self._outgoing.all_closed(row.id, row.outputs), "finished before the last chunk of every edge"
                 row.usage = usage
                 row.enter(State.DRAINING)
+                self._playback.close(row.id)
             case contract.StageError(_, error):
                 self._fail(row, error)
 
@@ -263,6 +272,7 @@ class StageHost:
             blocked = self._outgoing.blocked(row.id, row.outputs)
             if blocked != row.paused:
                 row.paused = blocked
+                (self._playback.pause if blocked else self._playback.resume)(row.id, time.monotonic())
                 try:
                     (self._stage.pause if blocked else self._stage.resume)(row.id)
                 except Exception as error:
@@ -283,6 +293,7 @@ class StageHost:
         if isinstance(error, Exception):
             failures.raise_if_device_is_lost(error)
         row.enter(State.FAILED)
+        self._playback.close(row.id)
         self._cancel_in_stage(row.id)
         self._outgoing.stop(row.id, row.outputs)
         self._send(events.Failed(row.id, self.name, self._info(row.id, error)), ())
@@ -307,6 +318,7 @@ class StageHost:
         row = self._rows.pop(request, None)
         if row is None:
             return
+        self._playback.close(request)
         if row.state is State.OPEN:
             self._cancel_in_stage(request)
         self._outgoing.drop(request, row.outputs)
