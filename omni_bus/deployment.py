@@ -93,6 +93,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     stages: dict[str, StageConfig]
     edges: dict[str, EdgeConfig]
     numbers: dict[str, tuple[int, ...]] = {}  # group of stages → its workers' numbers, where a running server has changed them
+    held: dict[str, dict[str, int]] = {}  # of a running server: worker → stage → bytes of its GPU that it took for requests
 
     @property
     def model_name(self) -> str:

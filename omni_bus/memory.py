@@ -78,7 +78,7 @@ def parse_size(said: str) -> int:
 
 
 def plan(deployment: Deployment, pipeline: PipelineSpec) -> MemoryPlan:
-    """Every replica's share. Stages of which nothing is known are left out."""
+    """Every replica's share; one that holds memory already keeps that. Stages of which nothing is known are left out."""
     needs = {} if pipeline.needs is None else pipeline.needs(deployment)
     placed: dict[str, list[tuple[str, str]]] = {}  # device → (worker, stage)
     for worker, stages in deployment.workers().items():
@@ -91,7 +91,8 @@ def plan(deployment: Deployment, pipeline: PipelineSpec) -> MemoryPlan:
     problems: list[str] = []
     for device, replicas in placed.items():
         buffers = _buffers(deployment, pipeline, {worker for worker, _ in replicas})
-        for (worker, stage), state in zip(replicas, _states(device, replicas, needs, buffers, problems), strict=True):
+        held = [deployment.held.get(worker, {}).get(stage) for worker, stage in replicas]
+        for (worker, stage), state in zip(replicas, _states(device, replicas, needs, held, buffers, problems), strict=True):
             shares.append(StageShare(stage=stage, worker=worker, device=device, need=needs[stage], state=state))
     return MemoryPlan(shares=tuple(shares), problems=tuple(problems))
 
@@ -104,13 +105,19 @@ def _buffers(deployment: Deployment, pipeline: PipelineSpec, workers: set[str]) 
 
 
 def _states(
-    device: str, replicas: list[tuple[str, str]], needs: dict[str, StageNeed], buffers: int, problems: list[str]
+    device: str,
+    replicas: list[tuple[str, str]],
+    needs: dict[str, StageNeed],
+    held: list[int | None],
+    buffers: int,
+    problems: list[str],
 ) -> list[int]:
     """Bytes of KV or slots for each replica on the device."""
     rows = [needs[stage] for _, stage in replicas]
     wanted = [need.units * need.unit_bytes for need in rows]
-    states: list[int | None] = [
-        None if need.state is None else min(need.state, most) for need, most in zip(rows, wanted, strict=True)
+    states = [
+        has if has is not None or need.state is None else min(need.state, most)
+        for has, need, most in zip(held, rows, wanted, strict=True)
     ]
     for index, need in enumerate(rows):
         if need.memory != AUTO and states[index] is None:

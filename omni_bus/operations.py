@@ -126,6 +126,7 @@ class Operations:
     async def _replace(self, group: str, child: Child, say: Say) -> None:
         new = free_number(self._pool.deployment, group, like=number(child))
         say(f"{group}.{new} is started in place of {child.name}")
+        self._pool.reserve(group, [new])
         await self._pool.add(group, new)
         say(f"{group}.{new} is ready")
         await self._leave([child], say)
@@ -138,6 +139,7 @@ class Operations:
             planned = with_numbers(planned, group, (*numbers_of(planned, group), new[-1]))
         if (reason := no_room(self._pool.deployment, self._pipeline, group, new)) is not None:
             raise ConfigError(f"{self._named(group)}: {reason}")
+        self._pool.reserve(group, new)
 
         async def start(added: int) -> None:
             say(f"{group}.{added} is started")
@@ -172,7 +174,7 @@ class Operations:
         deployment = self._pool.deployment
         for child in self._pool.of_group(group):
             spare = free_number(deployment, group, like=number(child))
-            if (reason := no_room(deployment, self._pipeline, group, [spare])) is not None:
+            if (reason := no_room(deployment, self._pipeline, group, [spare], like=number(child))) is not None:
                 return reason
         return None
 

@@ -11,7 +11,7 @@ import msgspec
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ConfigError
 from omni_bus.events import StageReplica
-from omni_bus.memory import bytes_text, plan
+from omni_bus.memory import MemoryPlan, bytes_text, plan
 from omni_bus.names import did_you_mean
 from omni_bus.spec import PipelineSpec
 
@@ -46,7 +46,22 @@ def with_numbers(deployment: Deployment, group: str, numbers: Iterable[int]) -> 
         name: msgspec.structs.replace(stage, replicas=len(said)) if (stage.process or name) == group else stage
         for name, stage in deployment.stages.items()
     }
-    return msgspec.structs.replace(deployment, stages=stages, numbers={**deployment.numbers, group: said})
+    there = msgspec.structs.replace(deployment, stages=stages, numbers={**deployment.numbers, group: said})
+    workers = there.workers()
+    return msgspec.structs.replace(there, held={worker: kept for worker, kept in deployment.held.items() if worker in workers})
+
+
+def with_held(deployment: Deployment, pipeline: PipelineSpec, *, anew: str = "") -> Deployment:
+    """The same, with what each worker takes of its GPU written down: a process that starts keeps to that, whatever came or went before.
+
+    Workers that hold memory already keep it, and the others divide the rest; `anew`: a worker that has ended, and has let go of its.
+    """
+    before = {worker: kept for worker, kept in deployment.held.items() if worker != anew}
+    held: dict[str, dict[str, int]] = {}
+    for share in plan(msgspec.structs.replace(deployment, held=before), pipeline).shares:
+        if share.device != "cpu":
+            held.setdefault(share.worker, {})[share.stage] = share.state
+    return msgspec.structs.replace(deployment, held=held)
 
 
 def replicas_of(deployment: Deployment, group: str, number: int) -> tuple[StageReplica, ...]:
@@ -69,19 +84,26 @@ def free_number(deployment: Deployment, group: str, *, like: int | None = None) 
     return next(number for number in itertools.count() if number not in taken and alike(number))
 
 
-def no_room(deployment: Deployment, pipeline: PipelineSpec, group: str, numbers: Iterable[int]) -> str | None:
-    """Why workers of these numbers cannot be started beside those that run; None where they can."""
-    running = numbers_of(deployment, group)
+def no_room(
+    deployment: Deployment, pipeline: PipelineSpec, group: str, numbers: Iterable[int], *, like: int | None = None
+) -> str | None:
+    """Why workers of these numbers cannot be started beside those that run; None where they can.
+
+    `like`: they are to have no less memory for requests than that worker of the group.
+    """
+    deployment = with_held(deployment, pipeline)
+    numbers, running = tuple(numbers), numbers_of(deployment, group)
+    new = {f"{group}.{number}" for number in numbers}
     more = with_numbers(deployment, group, (*running, *numbers))
-    before, after = plan(deployment, pipeline), plan(more, pipeline)
+    after = plan(more, pipeline)
     if after.problems:
-        return after.problems[0]
-    for share in before.shares:
-        then = after.share(share.worker, share.stage)
-        if share.device != "cpu" and then is not None and then.state < share.state:
+        return _taken(more, pipeline, after, new) or after.problems[0]
+    for share in after.shares:
+        kept = None if like is None else after.share(f"{group}.{like}", share.stage)
+        if share.worker in new and kept is not None and share.state < kept.state:
             return (
-                f"{share.worker} has taken the memory of {share.device} for its requests already; "
-                f'bound it with stages.{share.stage}.memory (such as "40GiB"), or list more devices'
+                f"{share.device} has {bytes_text(share.state)} left for the requests of one more, and {kept.worker} has "
+                f"{bytes_text(kept.state)}"
             )
     known = {share.stage for share in after.shares}
     for stage in stages_of(deployment, group):
@@ -90,11 +112,28 @@ def no_room(deployment: Deployment, pipeline: PipelineSpec, group: str, numbers:
         doubled = next((device for device in held if device != "cpu" and held.count(device) > 1), None)
         if stage not in known and doubled is not None:
             return f"stage {stage} has a replica on {doubled} already, and what another needs is not known; list more devices"
-    new = {f"{group}.{number}" for number in numbers}
     needed = sum(s.need.weights + s.need.workspace for s in after.shares if s.worker in new and s.device == "cpu")
     if needed and needed > (available := available_memory()):
         return f"it needs {bytes_text(needed)} of memory, and {bytes_text(available)} is available"
     return None
+
+
+def _taken(deployment: Deployment, pipeline: PipelineSpec, after: MemoryPlan, new: set[str]) -> str | None:
+    """Who has the memory that `new` workers lack, where it is another worker's share that could have been smaller."""
+    shared = plan(msgspec.structs.replace(deployment, held={}), pipeline)
+    devices = {share.device for share in after.shares if share.worker in new}
+    more = {
+        share: share.state - then.state
+        for share in after.shares
+        if share.device in devices and (then := shared.share(share.worker, share.stage)) is not None
+    }
+    most = max(more, key=lambda share: more[share], default=None)
+    if shared.problems or most is None or more[most] <= 0:
+        return None
+    return (
+        f"{most.worker} has taken the memory of {most.device} for its requests already; "
+        f'bound it with stages.{most.stage}.memory (such as "40GiB"), or list more devices'
+    )
 
 
 def available_memory() -> int:

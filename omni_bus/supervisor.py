@@ -45,7 +45,8 @@ class Supervisor:
         self._progress = Progress(tuple(deployment.stages), sys.stderr)
         self._run_dir = create_run_dir()
         self._broker = self._child("broker")
-        self._pool = WorkerPool(self._run_dir, deployment, make=self._child, start=self._start, tell=self._tell)
+        pipeline = load_pipeline(deployment.model.pipeline)
+        self._pool = WorkerPool(self._run_dir, deployment, pipeline, make=self._child, start=self._start, tell=self._tell)
         self._apis = [self._child(f"api.{index}") for index in range(deployment.api.processes)]
         self._mps = Mps(self._run_dir, self._progress.say) if wanted(deployment) else None
         self._link: BrokerLink | None = None
@@ -73,7 +74,7 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)
         self._note_all("swept", [*sweep(), *(str(path) for path in sweep_run_dirs(self._run_dir))])
-        self._run_dir.write(self._deployment)
+        self._run_dir.write(self._pool.deployment)
         await self._start_mps()
         if not self._stopping:
             self._start_all()
@@ -104,7 +105,6 @@ class Supervisor:
             raise ShuttingDown(NO_BROKER)
         return await self._link.status()
 
-    def _tell(self, event: Expect | DrainWorker) -> None:
     async def _drain_remote(self, worker: str, grace_s: float) -> None:
         """Of another host: until the broker knows it no longer."""
         if (link := self._link) is None:
@@ -112,6 +112,7 @@ class Supervisor:
         link.send(DrainWorker(worker, grace_s))
         await link.until(lambda status: all(replica.worker != worker for replica in status.replicas))
 
+    def _tell(self, event: Expect | DrainWorker) -> None:
         """A broker that is not there reads the deployment when it comes."""
         if self._link is not None:
             self._link.send(event)

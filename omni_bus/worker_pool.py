@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from omni_bus.child import Child
 from omni_bus.deployment import Deployment, RunDir
 from omni_bus.errors import OmniBusError
 from omni_bus.events import DrainWorker, Expect
-from omni_bus.scaling import numbers_of, replicas_of, with_numbers
+from omni_bus.scaling import numbers_of, replicas_of, with_held, with_numbers
+from omni_bus.spec import PipelineSpec
 
 LEAVE_S = 3.0  # after its drain, for a worker to go by itself; then it is asked
 ASKED_S = 2.0  # and then it is killed
@@ -30,6 +31,7 @@ class WorkerPool:
         self,
         run_dir: RunDir,
         deployment: Deployment,
+        pipeline: PipelineSpec,
         *,
         make: Callable[[str], Child],
         start: Callable[[Child], None],
@@ -39,19 +41,23 @@ class WorkerPool:
         self._make = make
         self._start = start
         self._tell = tell
-        self.deployment = deployment  # as it stands now
+        self._pipeline = pipeline
+        self.deployment = with_held(deployment, pipeline)  # as it stands now
         self.children = [make(name) for name in deployment.workers()]
 
     def of_group(self, group: str) -> list[Child]:
         """Those that stay, by number."""
         return sorted((child for child in self.children if group_name(child) == group and not child.leaving), key=number)
 
+    def reserve(self, group: str, new: Iterable[int]) -> None:
+        """Divide what is left of the devices among workers that are to be added: all at once, or the first would take what others need."""
+        self._set_numbers(group, {*numbers_of(self.deployment, group), *new})
+
     async def add(self, group: str, new: int) -> Child:
-        """Start a worker and wait until it is ready: the broker gives it requests from then on. Raises NotStarted, and forgets it."""
+        """Start a worker for which memory was reserved, and wait until it is ready: the broker gives it requests from then on. Raises NotStarted, and forgets it."""
         child = self._make(f"{group}.{new}")
         child.on_trial = True
         self.children.append(child)
-        self._set_numbers(group, {*numbers_of(self.deployment, group), new})
         try:
             await self._started(child)
         except NotStarted:
@@ -62,8 +68,10 @@ class WorkerPool:
         return child
 
     async def renew(self, child: Child, grace_s: float) -> None:
-        """Drain a worker and start it again in its place. Raises NotStarted where the new process ends; it is then tried again."""
+        """Drain a worker and start it again in its place, with what its device has then. Raises NotStarted where the new process ends;
+        it is then tried again."""
         await self._drained(child, grace_s)
+        self._write(with_held(self.deployment, self._pipeline, anew=child.name))
         child.leaving = False
         await self._started(child)
 
@@ -99,9 +107,12 @@ class WorkerPool:
         self._set_numbers(group, {*numbers_of(self.deployment, group)} - {number(child)})
 
     def _set_numbers(self, group: str, numbers: set[int]) -> None:
+        self._write(with_held(with_numbers(self.deployment, group, numbers), self._pipeline))
+
+    def _write(self, deployment: Deployment) -> None:
         """Every process that starts from now on reads the deployment as it is then."""
-        self.deployment = with_numbers(self.deployment, group, numbers)
-        self._run_dir.write(self.deployment)
+        self.deployment = deployment
+        self._run_dir.write(deployment)
 
 
 def group_name(child: Child) -> str:

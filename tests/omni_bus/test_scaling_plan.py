@@ -13,7 +13,7 @@ from omni_bus.config import load_deployment
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ConfigError
 from omni_bus.memory import StageNeed
-from omni_bus.scaling import free_number, group_of, groups, no_room, numbers_of, replicas_of, with_numbers
+from omni_bus.scaling import free_number, group_of, groups, no_room, numbers_of, replicas_of, with_held, with_numbers
 from omni_bus.spec import PipelineSpec, load_pipeline
 
 GIB = 1 << 30
@@ -76,8 +76,61 @@ def test_a_card_that_was_divided_already_has_no_room(plain: Deployment) -> None:
 
 def test_a_card_with_memory_to_spare_takes_as_many_as_fit(plain: Deployment) -> None:
     modest = pipeline(source=need(20, units=5))
-    assert no_room(on(plain, "cuda:0"), modest, "source", [1, 2]) is None
-    assert "cuda:0" in str(no_room(on(plain, "cuda:0"), modest, "source", [1, 2, 3]))
+    assert no_room(on(plain, "cuda:0"), modest, "source", [1, 2, 3]) is None
+    assert "will not fit: cuda:0" in str(no_room(on(plain, "cuda:0"), modest, "source", [1, 2, 3, 4]))
+
+
+def held(deployment: Deployment) -> dict[str, float]:
+    """GiB by worker, of the probe's stages."""
+    return {worker: round(sum(kept.values()) / GIB, 2) for worker, kept in deployment.held.items()}
+
+
+def test_those_that_run_keep_their_memory_and_new_ones_divide_the_rest(plain: Deployment) -> None:
+    modest = pipeline(source=need(20, units=5))
+    one = with_held(on(plain, "cuda:0"), modest)
+    assert held(one) == {"source.0": 5}
+    four = with_held(with_numbers(one, "source", range(4)), modest)
+    left = 98 - 4 * 0.75 - 80 - 5
+    assert held(four) == {"source.0": 5, **{f"source.{number}": round(left / 3, 2) for number in (1, 2, 3)}}
+    assert not memory.plan(four, modest).problems
+
+
+def test_what_a_stage_gave_back_is_there_for_another(plain: Deployment) -> None:
+    """The stages that ran beside it hold no more than they took when it was there: that does not count as taken."""
+    stages = {name: msgspec.structs.replace(stage, devices=("cuda:0",)) for name, stage in plain.stages.items()}
+    needs = pipeline(source=need(20, units=400), relay=need(10, units=4), sink=need(10, units=4))
+    began = with_held(with_numbers(msgspec.structs.replace(plain, stages=stages), "relay", range(3)), needs)
+    assert "has taken the memory of cuda:0" in str(no_room(began, needs, "sink", [1]))
+    fewer = with_held(with_numbers(began, "relay", [0]), needs)
+    assert held(fewer) == {worker: kept for worker, kept in held(began).items() if worker not in ("relay.1", "relay.2")}
+    assert no_room(fewer, needs, "sink", [1]) is None
+    more = with_held(with_numbers(fewer, "sink", [0, 1]), needs)
+    assert held(more)["source.0"] == held(began)["source.0"] and held(more)["sink.1"] == 4
+    assert not memory.plan(more, needs).problems
+    assert memory.plan(more, needs).share("sink.1", "sink").state == more.held["sink.1"]["sink"], "as its process will plan"
+
+
+def test_a_worker_that_starts_anew_takes_what_is_free_by_then(plain: Deployment) -> None:
+    stages = {name: msgspec.structs.replace(stage, devices=("cuda:0",)) for name, stage in plain.stages.items()}
+    needs = pipeline(source=need(20, units=400), relay=need(20, units=4))
+    both = with_held(msgspec.structs.replace(plain, stages=stages), needs)
+    three = with_held(with_numbers(with_held(with_numbers(both, "relay", []), needs), "relay", [0]), needs)
+    assert held(three)["source.0"] == held(both)["source.0"]
+    alone = with_numbers(three, "relay", [])
+    assert held(with_held(alone, needs)) == {"source.0": held(both)["source.0"]}
+    assert held(with_held(alone, needs, anew="source.0"))["source.0"] > 20 + held(both)["source.0"]
+
+
+def test_a_spare_has_no_less_memory_than_the_one_it_replaces(plain: Deployment) -> None:
+    modest = pipeline(source=need(30, units=20))
+    one = with_held(on(plain, "cuda:0"), modest)
+    assert held(one) == {"source.0": 20}
+    assert no_room(one, modest, "source", [1]) is None
+    assert no_room(one, modest, "source", [1], like=0) == (
+        "cuda:0 has 16.5 GiB left for the requests of one more, and source.0 has 20.0 GiB"
+    )
+    small = pipeline(source=need(30, units=10))
+    assert no_room(with_held(on(plain, "cuda:0"), small), small, "source", [1], like=0) is None
 
 
 def test_what_is_not_known_of_a_stage_is_not_guessed(plain: Deployment) -> None:
