@@ -417,7 +417,7 @@ async def test_a_worker_that_an_earlier_broker_knew_attaches_to_the_next_one(
 
 async def test_a_stopped_worker_is_lost_long_before_a_slow_one_would_be(run_dir: RunDir) -> None:
     """Its connection stands; what is missing is the answer of its process to ZeroMQ's own heartbeats."""
-    broker = BrokerProcess(run_dir, deployment(bus=BusConfig(heartbeat_s=0.2, lost_after_s=1.0, step_s=3600)))
+    broker = BrokerProcess(run_dir, deployment(bus=BusConfig(heartbeat_s=0.2, lost_after_s=2.0, step_s=3600)))
     script = (
         "import sys, time, zmq; s = zmq.Context().socket(zmq.DEALER); s.setsockopt(zmq.ROUTING_ID, sys.argv[2].encode());"
         " s.connect(sys.argv[1]); [s.send(bytes.fromhex(each)) for each in sys.argv[3:]]; print('up', flush=True); time.sleep(600)"
@@ -430,7 +430,7 @@ async def test_a_stopped_worker_is_lost_long_before_a_slow_one_would_be(run_dir:
     try:
         client = await BusClient.connect(run_dir.broker, PIPELINE)
         await ready(client)
-        await asyncio.sleep(3.0)  # nothing is said, and all are well
+        await asyncio.sleep(4.0)  # nothing is said, and all are well
         assert "is lost" not in broker.log
         other.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(PATIENCE_S):
@@ -522,7 +522,7 @@ async def test_an_idle_broker_sleeps(broker: BrokerProcess, client: BusClient, w
     await serves(client, worker)
     before = broker.cpu_s()
     await asyncio.sleep(2.0)
-    assert broker.cpu_s() - before <= 0.02
+    assert broker.cpu_s() - before <= 0.05
 
 
 async def test_an_ended_request_leaves_one_line_in_the_log(

@@ -10,7 +10,7 @@ import zmq
 
 from omni_bus.pump import BATCH, Pump
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ class Server:
     def __init__(self, run_dir: RunDir) -> None:
         self.run_dir = run_dir
         self.broker = BrokerProcess(run_dir, deployment(source={"tensor_bytes": TENSOR_BYTES}))
-        self.workers = {stage: WorkerProcess(run_dir, f"{stage}.0") for stage in STAGES}
+        self.workers = {stage: WorkerProcess(run_dir, f"{stage}.0", grace_s=30) for stage in STAGES}
 
     async def replace(self, stage: str) -> None:
         """Wait for the end of a stage's process, tell the broker, start another."""
@@ -42,7 +42,7 @@ class Server:
         boss.say(events.StatusQuery(1))
         await boss.hear(events.Status)
         boss.close()
-        self.workers[stage] = WorkerProcess(self.run_dir, f"{stage}.0")
+        self.workers[stage] = WorkerProcess(self.run_dir, f"{stage}.0", grace_s=30)
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -202,9 +202,9 @@ async def test_7_a_dead_replica_fails_what_is_bound_to_it_and_the_server_goes_on
 
 
 async def test_7_a_request_without_output_runs_again_when_its_replica_died(server: Server, client: BusClient) -> None:
-    stream = await say(client, "!sleep:source:1000 hello")
-    await asyncio.sleep(0.2)
+    stream = await say(client, "!sleep:source:3000 hello")  # is bound by then, and has said nothing for three seconds
+    await client.status()
     server.workers["relay"].process.send_signal(signal.SIGKILL)
     replacing = asyncio.ensure_future(server.replace("relay"))
-    assert await read(stream) == ("!sleep:source:1000 hello ", 1920 * 2)
+    assert await read(stream) == ("!sleep:source:3000 hello ", 1920 * 2)
     await replacing

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -20,7 +21,7 @@ from omni_bus.deployment import ApiConfig, BusConfig, Deployment, EdgeConfig, Mo
 from omni_bus.segments import SHM
 from omni_bus.spec import load_pipeline
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 from_worker: wire.HeaderDecoder[events.Event] = wire.HeaderDecoder(events.WorkerToBroker)
 
 
@@ -68,8 +69,14 @@ class ScriptedBroker:
             if not self.receive(until - time.monotonic()):
                 raise AssertionError(f"no {kind.__name__} {fields}; there is {[entry[1] for entry in self.inbox]}")
 
-    def silence(self, seconds: float) -> list[events.Event]:
-        """What is in the inbox once nothing but heartbeats has come for so long."""
+    def silence(self, seconds: float, after: Callable[[list[events.Event]], bool] = lambda found: True) -> list[events.Event]:
+        """What is in the inbox once `after` holds of it and then nothing but heartbeats has come for so long.
+
+        What is bound to come belongs into `after`: a process that is not given the CPU is silent, too.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while not after([event for _, event, _ in self.inbox]):
+            assert self.receive(until - time.monotonic()), f"not all has come: {[entry[1] for entry in self.inbox]}"
         count, until = -1, 0.0
         while True:
             if len(self.inbox) != count:
@@ -80,25 +87,41 @@ class ScriptedBroker:
         self.inbox.clear()
         return found
 
-    def load(self, worker: str, stage: str) -> events.StageLoad:
-        """The figures of the next heartbeat."""
-        self.heartbeats.pop(worker, None)
+    def load(self, worker: str, stage: str, **figures: object) -> events.StageLoad:
+        """The figures of the next heartbeat that has these among them: one may have left before the worker read what was sent."""
         until = time.monotonic() + PATIENCE_S
-        while worker not in self.heartbeats:
-            assert self.receive(until - time.monotonic()), "no heartbeat"
-        return next(load for load in self.heartbeats[worker].loads if load.stage == stage)
+        told = None
+        while True:
+            self.heartbeats.pop(worker, None)
+            while worker not in self.heartbeats:
+                assert self.receive(until - time.monotonic()), f"no heartbeat says {figures}; the last one: {told}"
+            told = next(load for load in self.heartbeats[worker].loads if load.stage == stage)
+            if all(getattr(told, name) == value for name, value in figures.items()):
+                return told
+
+    def holds_nothing(self, worker: str, stage: str) -> events.StageLoad:
+        """Wait until a heartbeat says that the stage holds no segment, no event and no slot; its figures."""
+        return self.load(worker, stage, segments_used=0, held=0, slots_used=0)
+
+
+PATIENT = """
+import runpy
+from omni_bus.workers import stop_signal
+stop_signal.GRACE_S = {grace_s}
+runpy.run_module("omni_bus.workers", run_name="__main__", alter_sys=True)
+"""
 
 
 class WorkerProcess:
     """`python -m omni_bus.workers` in a process of its own, its log beside the deployment."""
 
-    def __init__(self, run_dir: RunDir, name: str) -> None:
+    def __init__(self, run_dir: RunDir, name: str, *, grace_s: int | None = None) -> None:
+        """`grace_s`: from a signal to an end by force, where a test is about the end in order, which may take a busy machine longer."""
         self.name = name
         self.log = run_dir.log(name)
+        module = ["-m", "omni_bus.workers"] if grace_s is None else ["-c", PATIENT.format(grace_s=grace_s)]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "omni_bus.workers", str(run_dir.path), name, "0"], stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen([sys.executable, *module, str(run_dir.path), name, "0"], stdout=log, stderr=log)
 
     @property
     def pid(self) -> int:
@@ -114,7 +137,7 @@ class WorkerProcess:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
-        return self.process.wait(15)
+        return self.process.wait(PATIENCE_S)
 
 
 def deployment(*, heartbeat_s: float = 0.2, pipeline: str = "probe", **stages: dict[str, object]) -> Deployment:

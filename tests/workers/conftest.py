@@ -45,11 +45,13 @@ StartWorker = Callable[..., WorkerProcess]
 
 
 @contextlib.contextmanager
-def _worker(broker: ScriptedBroker, name: str, **stages: dict[str, object]) -> Iterator[WorkerProcess]:
+def _worker(
+    broker: ScriptedBroker, name: str, *, grace_s: int | None = 30, **stages: dict[str, object]
+) -> Iterator[WorkerProcess]:
     """A worker whose stages are ready; at the end it is gone and has left no segment."""
     plan = deployment(**stages)  # type: ignore[arg-type]
     broker.run_dir.write(plan)
-    worker = WorkerProcess(broker.run_dir, name)
+    worker = WorkerProcess(broker.run_dir, name, grace_s=grace_s)
     try:
         broker.expect(events.Register, worker=name)
         for stage in plan.workers()[name]:
@@ -88,8 +90,7 @@ def shared(shared_source: tuple[ScriptedBroker, WorkerProcess]) -> Iterator[Scri
     for request in range(100):
         broker.expect(events.Cancelled, request=request)
     broker.inbox.clear()
-    load = broker.load(worker.name, "source")
-    assert (load.segments_used, load.held, load.slots_used) == (0, 0, 0)
+    broker.holds_nothing(worker.name, "source")
 
 
 @pytest.fixture

@@ -80,7 +80,6 @@ def test_the_loop_wakes_when_a_stage_asked_for_it_and_not_before(endpoint: str, 
     assert worker.idle_looks <= 5, "it blocked in between"
 
 
-@pytest.mark.timeout(20)
 def test_a_link_closes_whatever_other_sockets_its_process_holds(endpoint: str, wake_fd: int) -> None:
     with zmq.Context.instance().socket(zmq.DEALER) as other:
         other.connect(endpoint)

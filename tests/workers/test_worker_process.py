@@ -22,9 +22,9 @@ from omni_bus.payloads import AudioDelta, TextDelta
 from omni_bus.sampling import SamplingParams
 from omni_bus.segments import SHM, boot_id
 from omni_bus.stages.probe.spec import ProbeWord
-from tests.support.worker_process import ScriptedBroker, WorkerProcess, deployment
+from tests.support.running_server import eventually
+from tests.support.worker_process import PATIENCE_S, ScriptedBroker, WorkerProcess, deployment
 
-pytestmark = pytest.mark.timeout(60)
 StartWorker = Callable[..., WorkerProcess]
 Say = Callable[[str], bytes]
 
@@ -55,6 +55,11 @@ def word(text: str) -> bytes:
     return wire.encode(ProbeWord(text))
 
 
+def chunks(found: list[events.Event], edge: str) -> list[int]:
+    """Their numbers."""
+    return [event.seq for event in found if isinstance(event, Chunk) and event.edge == edge]
+
+
 def decoded(frames: list[bytes], kind: type[msgspec.Struct]) -> msgspec.Struct:
     return msgspec.msgpack.decode(frames[0], type=kind)
 
@@ -77,8 +82,8 @@ def test_words_leave_in_order_with_sequence_numbers_and_one_end(
     done, _ = shared.expect(Done, request=1)
     assert done == Done(1, "source", {"prompt_tokens": 3, "completion_tokens": 3})
     shared.send("source.0", Close(1, "source"))
+    shared.holds_nothing("source.0", "source")
     assert shared.silence(0.3) == []
-    assert shared.load("source.0", "source").held == 0
 
 
 def test_sampling_is_the_deployments_under_the_requests(broker: ScriptedBroker, start_worker: StartWorker, say: Say) -> None:
@@ -98,19 +103,17 @@ def test_a_flooding_producer_stops_at_its_credits_and_goes_on_with_new_ones(
 ) -> None:
     shared.send("source.0", open_source(1, credits=3))
     shared.send("source.0", Chunk(1, IN, 0, True), say("!repeat:50"))
-    sent = [event for event in shared.silence(0.5) if isinstance(event, Chunk)]
-    assert [event.seq for event in sent if event.edge == RELAY] == [0, 1, 2]
-    assert [event.seq for event in sent if event.edge == TEXT] == [0, 1, 2]
-    assert shared.load("source.0", "source").segments_used == 3
+    sent = shared.silence(0.5, lambda found: len(chunks(found, RELAY)) >= 3 <= len(chunks(found, TEXT)))
+    assert chunks(sent, RELAY) == chunks(sent, TEXT) == [0, 1, 2]
+    shared.load("source.0", "source", segments_used=3)
 
     shared.send("source.0", Consumed(1, TEXT, 3))
     assert [event for event in shared.silence(0.3) if isinstance(event, Chunk)] == []  # the other edge still holds it
 
     shared.send("source.0", Consumed(1, RELAY, 2))
-    sent = [event for event in shared.silence(0.5) if isinstance(event, Chunk)]
-    assert [event.seq for event in sent if event.edge == RELAY] == [3, 4]
-    assert [event.seq for event in sent if event.edge == TEXT] == [3, 4]
-    assert shared.load("source.0", "source").segments_used == 3
+    sent = shared.silence(0.5, lambda found: len(chunks(found, RELAY)) >= 2 <= len(chunks(found, TEXT)))
+    assert chunks(sent, RELAY) == chunks(sent, TEXT) == [3, 4]
+    shared.load("source.0", "source", segments_used=3)
 
     # One request out of credit holds up nobody else.
     shared.send("source.0", open_source(2, credits=3))
@@ -120,8 +123,7 @@ def test_a_flooding_producer_stops_at_its_credits_and_goes_on_with_new_ones(
     shared.send("source.0", Cancel(1, "source"))
     assert shared.expect(Cancelled)[0] == Cancelled(1, "source")
     shared.send("source.0", Close(2, "source"))
-    load = shared.load("source.0", "source")
-    assert (load.segments_used, load.held) == (0, 0)
+    shared.holds_nothing("source.0", "source")
 
 
 def test_a_full_pool_makes_chunks_wait_and_returned_slots_send_them(
@@ -132,7 +134,8 @@ def test_a_full_pool_makes_chunks_wait_and_returned_slots_send_them(
     for request in (1, 2):
         broker.send("source.0", open_source(request, credits=50))
         broker.send("source.0", Chunk(request, IN, 0, True), say("a b c"))
-    sent = [event for event in broker.silence(1.0) if isinstance(event, Chunk) and event.edge == RELAY]
+    found = broker.silence(1.0, lambda found: len(chunks(found, RELAY)) >= 4)
+    sent = [event for event in found if isinstance(event, Chunk) and event.edge == RELAY]
     assert sorted((event.request, event.seq) for event in sent) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     broker.send("source.0", Consumed(2, RELAY, 1))
     event, _ = broker.expect(Chunk, edge=RELAY)
@@ -142,8 +145,7 @@ def test_a_full_pool_makes_chunks_wait_and_returned_slots_send_them(
     assert isinstance(event, Chunk) and (event.request, event.seq, event.last) == (2, 2, True)
     broker.expect(Done, request=2)
     broker.send("source.0", Close(2, "source"))
-    load = broker.load("source.0", "source")
-    assert (load.segments_used, load.held) == (0, 0)
+    broker.holds_nothing("source.0", "source")
 
 
 def test_a_tensor_that_can_never_fit_fails_its_request(broker: ScriptedBroker, start_worker: StartWorker, say: Say) -> None:
@@ -171,14 +173,13 @@ def test_cancel_is_acknowledged_when_everything_is_free_and_nothing_follows(
         shared.send("source.0", Cancel(request, "source"))
         shared.send("source.0", Chunk(request, IN, 1, True), say("late"))
         shared.send("source.0", Consumed(request, RELAY, 1))
-    for event in shared.silence(0.5):
+    for event in shared.silence(0.5, lambda found: sum(isinstance(event, Cancelled) for event in found) >= 20):
         if isinstance(event, Cancelled):
             acknowledged.add(event.request)
         else:
             assert isinstance(event, Chunk | Consumed) and event.request not in acknowledged
     assert acknowledged == set(range(20))
-    load = shared.load("source.0", "source")
-    assert (load.segments_used, load.held, load.slots_used) == (0, 0, 0)
+    shared.holds_nothing("source.0", "source")
     shared.send("source.0", Cancel(99, "source"))  # a request that never came here is free here
     assert shared.expect(Cancelled)[0] == Cancelled(99, "source")
 
@@ -209,8 +210,7 @@ def test_an_exception_in_a_stage_fails_requests_and_never_the_process(
     shared.send("source.0", Chunk(3, IN, 0, True), say("a"))
     shared.expect(Done, request=3)
     shared.send("source.0", Close(3, "source"))
-    load = shared.load("source.0", "source")
-    assert (load.segments_used, load.held, load.slots_used) == (0, 0, 0)
+    shared.holds_nothing("source.0", "source")
     assert "told to" in source.log.read_text()
 
 
@@ -340,8 +340,7 @@ def test_grouped_stages_hand_tensors_over_by_reference(broker: ScriptedBroker, s
     for stage in ("source", "relay", "sink"):
         broker.expect(Done, stage=stage)
         broker.send("all.0", Close(1, stage))
-    load = broker.load("all.0", "source")
-    assert (load.segments_used, load.held) == (0, 0)
+    load = broker.holds_nothing("all.0", "source")
     assert load.chunks == {f"{TEXT}|inline": 3, f"{RELAY}|local": 3}
     assert load.bytes[f"{RELAY}|local"] == 3 * BIG
     assert worker.segments() == []
@@ -369,9 +368,7 @@ def test_two_processes_share_tensors_and_a_killed_one_is_swept(
     assert len(source.segments()) == 1
     start_worker("source.0", source={"tensor_bytes": BIG})
     assert source.segments() == []
-    broker.load("relay.0", "relay")
-    broker.load("relay.0", "relay")
-    assert _mapped(relay, source) == 0
+    eventually(lambda: _mapped(relay, source) == 0, PATIENCE_S, "the dead one's memory is unmapped")
 
 
 def _mapped(worker: WorkerProcess, owner: WorkerProcess) -> int:
@@ -382,7 +379,7 @@ def _mapped(worker: WorkerProcess, owner: WorkerProcess) -> int:
 def test_an_idle_worker_sleeps(shared: ScriptedBroker, source: WorkerProcess, say: Say) -> None:
     shared.send("source.0", open_source(1, credits=1))
     shared.send("source.0", Chunk(1, IN, 0, True), say("a b"))  # a paused row is no work either
-    shared.silence(0.5)
+    shared.silence(0.5, lambda found: chunks(found, TEXT) == chunks(found, RELAY) == [0])
     before, started = source.cpu_s(), time.monotonic()
     shared.silence(0.0)
     time.sleep(2.0)
@@ -414,19 +411,19 @@ def test_drain_lets_a_worker_finish_and_shutdown_ends_it(broker: ScriptedBroker,
     broker.expect(Done, request=1)
     assert source.process.poll() is None
     broker.send("source.0", Close(1, "source"))
-    assert broker.load("source.0", "source").held == 0
+    broker.holds_nothing("source.0", "source")
     broker.send("source.0", events.Shutdown())
-    assert source.process.wait(10) == 0
+    assert source.process.wait(PATIENCE_S) == 0
 
 
 def test_a_step_that_never_returns_does_not_outlive_sigterm(
     broker: ScriptedBroker, start_worker: StartWorker, say: Say
 ) -> None:
-    worker = start_worker("source.0")
+    worker = start_worker("source.0", grace_s=None)
     broker.send("source.0", open_source(1))
     broker.send("source.0", Chunk(1, IN, 0, True), say("a !sleep:source:60000 b"))
     broker.expect(Chunk, edge=TEXT)
-    while broker.receive(1.0):  # until no heartbeat comes: the step is in its sleep
+    while broker.receive(2.0):  # until no heartbeat comes: the step is in its sleep
         pass
     assert worker.stop() == -signal.SIGALRM
 
@@ -456,7 +453,7 @@ def test_a_worker_ends_with_its_parent(broker: ScriptedBroker, run_dir: RunDir) 
     broker.expect(events.Ready)
     parent.kill()
     parent.wait()
-    assert select.select([child], [], [], 10)[0], "the worker lives on"
+    assert select.select([child], [], [], PATIENCE_S)[0], "the worker lives on"
     os.close(child)
     parent.stdout.close()
 
@@ -473,7 +470,7 @@ def test_a_new_broker_is_greeted_and_the_old_ones_requests_are_forgotten(
     try:
         second.expect(events.Register, worker="source.0")
         second.expect(events.Ready, stage="source")
-        assert second.load("source.0", "source").held == 0
+        second.holds_nothing("source.0", "source")
         second.send("source.0", open_source(1))
         second.send("source.0", Chunk(1, IN, 0, True), say("x"))
         event, _ = second.expect(Chunk, edge=TEXT)
