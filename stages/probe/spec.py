@@ -24,6 +24,7 @@ class ProbeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keys of [stages.source], [stages.relay] and [stages.sink]."""
 
     tensor_bytes: int = 0  # size of the float32 tensor `data` that source sends along with each word; 0 = none
+    step_ms: int = 0  # that each step waits without the CPU, as for a GPU, whatever its batch
     faults: bool = False  # let words such as `!raise:relay` act as the faults of faults.py
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -83,6 +84,8 @@ class ProbeStage(WokenByEvents):
     def step(self) -> Iterable[Emission]:
         batch = [row for row in self.rows.values() if row.ready][: self.max_batch]
         self.last_batch = len(batch)
+        if batch and self.options.step_ms:
+            time.sleep(self.options.step_ms / 1000)
         emissions: list[Emission] = []
         for row in batch:
             request_id = row.request.id

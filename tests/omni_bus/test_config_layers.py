@@ -35,7 +35,7 @@ def test_pipeline_defaults_fill_what_nobody_says(config: pathlib.Path) -> None:
     assert list(deployment.stages) == ["source", "relay", "sink"]
     assert deployment.stages["relay"].devices == ("cpu",)
     assert deployment.stages["relay"].max_batch == 16
-    assert deployment.stages["relay"].options == {"tensor_bytes": 0, "faults": False}
+    assert deployment.stages["relay"].options == {"tensor_bytes": 0, "step_ms": 0, "faults": False}
     assert deployment.edges["source->relay"].credits == 64
     assert deployment.stages["source"].max_batch == 3
     assert deployment.stages["source"].sampling.temperature == 0.5
@@ -76,7 +76,7 @@ def test_a_string_that_looks_like_a_number(config: pathlib.Path) -> None:
 
 def test_options_of_the_stage_itself(config: pathlib.Path) -> None:
     stage = load_deployment(config, environ={}, sets=["stages.source.faults=true"]).stages["source"]
-    assert stage.options == {"tensor_bytes": 0, "faults": True}
+    assert stage.options == {"tensor_bytes": 0, "step_ms": 0, "faults": True}
 
 
 def test_threads_are_shared_out_and_a_group_agrees(config: pathlib.Path) -> None:
