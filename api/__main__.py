@@ -41,7 +41,8 @@ async def serve(run_dir: RunDir, index: int, beat: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
     if deployment.api.processes > 1:
         share_metrics(run_dir.metrics, index)
-    app = create_app(deployment, pipeline, connect, Metrics(run_dir.metrics if deployment.api.processes > 1 else None))
+    metrics = Metrics(run_dir.metrics, index) if deployment.api.processes > 1 else Metrics()
+    app = create_app(deployment, pipeline, connect, metrics)
     runner = create_runner(app)
     await runner.setup()
     gc.collect()

@@ -25,6 +25,7 @@ from omni_bus.api.playground.files import add_page
 from omni_bus.api.realtime.endpoint import realtime
 from omni_bus.api.request_context import add_headers, in_context
 from omni_bus.api.served import ServedModel
+from omni_bus.api.status_watch import WATCHERS, Watchers, watch
 from omni_bus.api.voice_socket import add_voice_sockets
 from omni_bus.deployment import Deployment
 from omni_bus.spec import PipelineSpec
@@ -46,6 +47,8 @@ def create_app(
     app[METRICS] = metrics
     app[INTAKE] = Intake(deployment.api.max_body_mb * 2**20)
     app[LIMIT] = ClientLimit(deployment.api.max_requests_per_client)
+    app[WATCHERS] = Watchers()
+    app.on_shutdown.append(app[WATCHERS].leave)
     app[LAG] = LoopLag(metrics.lagged, lambda: metrics.in_flight)
     if deployment.api.api_keys_file:
         app[API_KEYS] = ApiKeys.read(pathlib.Path(deployment.api.api_keys_file))
@@ -55,6 +58,7 @@ def create_app(
     app.router.add_get("/v1/models", models.list_models)
     app.router.add_get("/v1/models/{name:.+}", models.one_model)
     app.router.add_get("/v1/status", status.status)
+    app.router.add_get("/v1/status/watch", watch)
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/audio/speech", speech.speech)
     app.router.add_post("/v1/audio/transcriptions", transcription.transcriptions)
@@ -67,6 +71,7 @@ def create_app(
 
     async def start(app: web.Application) -> None:
         app[BUS] = await connect()
+        app[BUS].watch(app[WATCHERS].wake)
         app[THREADS] = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="media")
         app[FETCHER] = MediaFetcher(deployment.api)
         app[LAG].start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -57,5 +57,8 @@ class Bus(Protocol):
     ) -> RequestStream: ...
 
     async def status(self) -> Status: ...
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """`changed` is called from now on when a replica's state has changed, and when the broker is gone or back."""
 
     async def close(self) -> None: ...

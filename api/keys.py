@@ -28,3 +28,4 @@ LABEL = web.RequestKey("label", str)  # what the client calls it, for the log on
 CLIENT = web.RequestKey("client", str)  # which of the keys it came with; absent where there are no keys
 ARRIVAL = web.RequestKey("arrival", float)  # time.monotonic()
 OUTCOME = web.RequestKey("outcome", int)  # of a streamed answer that ended badly: the status it would have had
+ENDLESS = web.RequestKey("endless", bool)  # a stream that goes on until its client leaves: to leave is no cancel

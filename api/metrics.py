@@ -5,10 +5,8 @@ Labels come from the pipeline and from fixed lists, never from a client, so that
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import pathlib
-import statistics
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest, values
@@ -17,13 +15,13 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 
 from omni_bus import errors
+from omni_bus.api.recent import Recent
 from omni_bus.events import CLIENT, Status
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _LEAD_SECONDS = (-5.0, -2.0, -1.0, -0.5, -0.2, -0.1, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2, 1.5, 2.0, 5.0, 10.0)
-RECENT = 256  # answers whose figures /v1/status speaks of
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -48,7 +46,8 @@ def share_metrics(directory: pathlib.Path, index: int) -> None:
 class Metrics:
     """One API process's metrics; with `directory`, its own and those of all others that share it (`share_metrics`)."""
 
-    def __init__(self, directory: pathlib.Path | None = None) -> None:
+    def __init__(self, directory: pathlib.Path | None = None, index: int = 0) -> None:
+        """`index`: of this API process."""
         registry = CollectorRegistry()
         self._registry = registry
         if directory is not None:
@@ -83,10 +82,10 @@ class Metrics:
             buckets=_LEAD_SECONDS,
             registry=registry,
         )
-        self.underruns = Counter(
+        self._underruns = Counter(
             "omni_bus_underruns", "Audio chunks that came after the player had run dry.", registry=registry
         )
-        self.underrun_seconds = Counter("omni_bus_underrun_seconds", "Silence that underruns caused.", registry=registry)
+        self._underrun_seconds = Counter("omni_bus_underrun_seconds", "Silence that underruns caused.", registry=registry)
         self.audio_seconds = Counter("omni_bus_audio_seconds", "Audio sent.", registry=registry)
         self._lag = Histogram(
             "omni_bus_event_loop_lag_seconds", "Lateness of the event loop's timers.", buckets=_LAG_SECONDS, registry=registry
@@ -121,7 +120,7 @@ class Metrics:
             registry=registry,
         )
         self._worst = self._held = 0.0
-        self._recent = {name: collections.deque[float](maxlen=RECENT) for name in ("ttfp_s", "rtf")}
+        self.recent = Recent(directory, index)
         self._codes = _error_codes(errors.OmniBusError)
 
     def arrived(self) -> None:
@@ -163,15 +162,17 @@ class Metrics:
     def first_packet(self, seconds: float) -> None:
         """Arrival to the first audio packet."""
         self._ttfp.observe(seconds)
-        self._recent["ttfp_s"].append(seconds)
+        self.recent.note("ttfp_s", seconds)
 
     def real_time_factor(self, ratio: float) -> None:
         self._rtf.observe(ratio)
-        self._recent["rtf"].append(ratio)
+        self.recent.note("rtf", ratio)
 
-    def recent(self) -> dict[str, float | None]:
-        """Medians over the last answers with audio that this process gave; None before the first."""
-        return {name: statistics.median(values) if values else None for name, values in self._recent.items()}
+    def underrun(self, seconds: float) -> None:
+        """An audio chunk came so long after the player had run dry."""
+        self._underruns.inc()
+        self._underrun_seconds.inc(seconds)
+        self.recent.note("underrun_s", seconds)
 
     def lagged(self, late: float, held: float) -> None:
         """Seconds, as LoopLag observes them."""

@@ -11,7 +11,7 @@ import time
 from aiohttp import web
 
 from omni_bus.api.errors_render import Handler
-from omni_bus.api.keys import ARRIVAL, LABEL, LAG, METRICS, OUTCOME, REQUEST_ID
+from omni_bus.api.keys import ARRIVAL, ENDLESS, LABEL, LAG, METRICS, OUTCOME, REQUEST_ID
 from omni_bus.errors import Cancelled
 
 access = logging.getLogger("omni_bus.api.access")
@@ -41,6 +41,8 @@ async def in_context(request: web.Request, handler: Handler) -> web.StreamRespon
         status = request.get(OUTCOME, response.status)
         return response
     finally:
+        if ENDLESS in request:
+            status = 200
         if status == Cancelled.status:
             metrics.cancels.inc()
         resource = request.match_info.route.resource

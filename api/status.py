@@ -48,7 +48,11 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def status(request: web.Request) -> web.Response:
-    """The broker's view: stages, replicas, requests; and how soon and how fast the last answers were spoken."""
+    return json_response(await standing(request))
+
+
+async def standing(request: web.Request) -> dict[str, object]:
+    """The broker's view: stages, replicas, requests; and what listeners noticed of the last answers. Raises ShuttingDown."""
     seen = await _broker_status(request)
     model = request.app[MODEL]
     body = msgspec.to_builtins(seen)
@@ -64,9 +68,9 @@ async def status(request: web.Request) -> web.Response:
         for stage in model.pipeline.stages
     ]
     edges = [edge.name for edge in model.pipeline.edges]
-    return json_response(
-        {"model": model.name, **body, "recent": request.app[METRICS].recent(), "stages": stages, "edges": edges}
-    )
+    # Where several processes share their figures this reads all of their files.
+    recent = await asyncio.to_thread(request.app[METRICS].recent.figures)
+    return {"model": model.name, **body, "recent": recent, "stages": stages, "edges": edges}
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -39,8 +39,7 @@ class AnswerTiming:
             lead = self._audio_s - (now - self._playback_start)
             self._metrics.playback_lead.observe(lead)
             if lead < 0:
-                self._metrics.underruns.inc()
-                self._metrics.underrun_seconds.inc(-lead)
+                self._metrics.underrun(-lead)
                 self._playback_start -= lead
         self._audio_s += seconds
         self._metrics.audio_seconds.inc(seconds)

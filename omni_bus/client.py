@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import itertools
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from types import TracebackType
 
 import msgspec
@@ -171,6 +171,8 @@ class BusClient:
         self._tickets = itertools.count(1)
         self._requests: dict[int, _Request] = {}
         self._queries: dict[int, asyncio.Future[events.Status]] = {}
+        self._watch = next(self._tickets)  # the query that asks the broker to tell of changes
+        self._changed: Callable[[], None] | None = None
         self._welcome: asyncio.Future[None] = self._loop.create_future()
         self._stopping = False
         self._closed = False
@@ -236,6 +238,12 @@ class BusClient:
             return await answer
         finally:
             self._queries.pop(query, None)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """`changed` is called from now on when a replica's state has changed, and when the broker is gone or back."""
+        self._changed = changed
+        if self._connected:
+            self._send(events.StatusQuery(self._watch, watch=True))
 
     async def close(self) -> None:
         """Cancel what is open and leave; nothing stays behind. Streams that are still read end with Cancelled."""
@@ -310,6 +318,7 @@ class BusClient:
                 self._welcome = self._loop.create_future()
             self._stopping = False
             self._end_all(BrokerLost("a part of the server ended, and the request with it; ask again"))
+            self._tell_of_change()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         try:
@@ -332,6 +341,8 @@ class BusClient:
             case events.RequestCancelled():
                 self._end(event.ticket, Cancelled("the request was cancelled"))
             case events.Status():
+                if event.query == self._watch:
+                    self._tell_of_change()
                 answer = self._queries.get(event.query)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
@@ -339,11 +350,18 @@ class BusClient:
                 self._credits = event.credits
                 if not self._welcome.done():
                     self._welcome.set_result(None)
+                if self._changed is not None:
+                    self._send(events.StatusQuery(self._watch, watch=True))
             case events.Shutdown():
                 self._stopping = True
                 self._end_all(ShuttingDown("the server is shutting down"))
+                self._tell_of_change()
             case events.Ping():
                 return
+
+    def _tell_of_change(self) -> None:
+        if self._changed is not None:
+            self._changed()
 
     def _on_delta(self, delta: events.Delta, frames: list[zmq.Frame]) -> None:
         request = self._requests.get(delta.ticket)

@@ -9,7 +9,7 @@ import json
 import os
 import ssl
 import urllib.parse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from omni_bus.errors import ConfigError, OmniBusError
@@ -66,7 +66,7 @@ class Response:
     async def body(self) -> bytes:
         return b"".join([block async for block in self.blocks()])
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The JSON of each server-sent event, up to `[DONE]`."""
         rest = b""
         async for block in self.blocks():

@@ -36,7 +36,8 @@ async def test_status(server: Any) -> None:
     async with server.http.get(f"{server.url}/v1/status") as answer:
         body = await answer.json()
     assert body["model"] == "scripted" and body["ended"] == {"done": 4}
-    assert body["recent"] == {"ttfp_s": None, "rtf": None}, "nothing has been spoken yet"
+    recent = {"window_s": 300, "ttfp_s": None, "rtf": None, "underrun": {"count": 0, "seconds": 0}}
+    assert body["recent"] == recent, "nothing has been spoken yet"
     assert [(stage["name"], len(stage["replicas"])) for stage in body["stages"]] == [
         ("thinker", 1),
         ("talker", 0),

@@ -53,7 +53,10 @@ def test_every_figure_of_an_answer_that_starves_its_listener_once(monkeypatch: p
     }
     assert below == {"-0.5": 0, "-0.2": 1, "0.0": 1, "0.2": 2}
     assert figure(metrics, "playback_lead_seconds_count") == 3
-    assert metrics.recent() == {"ttfp_s": pytest.approx(0.4), "rtf": pytest.approx(1.0)}
+    recent = metrics.recent.figures()
+    assert recent["ttfp_s"] == {"count": 1, "p50": pytest.approx(0.4), "p95": pytest.approx(0.4)}
+    assert recent["rtf"] == {"count": 1, "p50": pytest.approx(1.0), "p95": pytest.approx(1.0)}
+    assert recent["underrun"] == {"count": 1, "seconds": pytest.approx(0.3)}
 
 
 def test_a_text_without_speech_has_neither_ttfp_nor_rtf() -> None:

@@ -47,7 +47,7 @@ USES = {
     "two prompts": (["bench", "http://x", "--prompt", "a", "--prompt-words", "3"], "not allowed with argument"),
     "modality": (["bench", "http://x", "--modality", "video"], "invalid choice: 'video'"),
     "figures nowhere": (["bench", "http://x", "--json", "none/figures.json"], "none: no such directory"),
-    "interval": (["top", "--interval", "0"], "--interval must be from 0.1 to 3600"),
+    "interval": (["top", "--interval", "0"], "--interval must be from 0.2 to 60"),
     "fixture of what": (["fixture", "gpt", "out"], "invalid choice: 'gpt'"),
     "fixture over a file": (["fixture", "qwen3-omni", "good.toml"], "good.toml: is a file; name a directory"),
     "fixture over things": (["fixture", "qwen3-omni", "."], ".: is not empty"),

@@ -24,7 +24,7 @@ OURS = {
 }
 # Folder → packages of others. A stage may import whatever its model needs, but nothing that talks to the world.
 OTHERS = {
-    "omni_bus": {"msgspec", "zmq", "uvloop"},
+    "omni_bus": {"msgspec", "zmq", "uvloop", "rich"},
     "connectors": {"msgspec", "zmq", "numpy", "torch", "cupy"},
     "workers": {"msgspec", "zmq", "numpy", "torch"},
     "api": {"msgspec", "uvloop", "aiohttp", "yarl", "multidict", "av", "numpy", "onnxruntime", "prometheus_client"},

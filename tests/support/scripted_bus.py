@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -110,6 +110,8 @@ class ScriptedBus:
         self.scripts: collections.deque[Script] = collections.deque()
         self.missing: tuple[str, ...] = ()
         self.submit_error: Exception | None = None
+        self.status_error: Exception | None = None
+        self.changed: Callable[[], None] = lambda: None  # called when a replica's state has changed
         self.submissions: list[Submission] = []
         self.streams: list[ScriptedStream] = []
         self.asked = asyncio.Event()  # set by the first request
@@ -133,7 +135,12 @@ class ScriptedBus:
         self.asked.set()
         return self.streams[-1]
 
+    def watch(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
     async def status(self) -> Status:
+        if self.status_error is not None:
+            raise self.status_error
         load = StageLoad(
             stage="thinker", waiting=3, running=2, batch=2, steps=9, busy_s=0.5, chunks={"thinker->client|inline": 5}
         )
