@@ -52,7 +52,7 @@ async def turn(talk: Talk, said: argparse.Namespace) -> None:
         await talk.microphone.say(said.say[0])
         await talk.seen.until("conversation.item.input_audio_transcription.completed")
     await talk.seen.until("client.agent_end")
-    await asyncio.wait_for(talk.seen.until("client.history"), 10)
+    await asyncio.wait_for(talk.seen.until("client.history"), 60)
 
 
 async def tool(talk: Talk, said: argparse.Namespace) -> None:

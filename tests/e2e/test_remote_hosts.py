@@ -48,7 +48,7 @@ def pair(host: NetHost, base: pathlib.Path) -> Iterator[tuple[Server, RemoteWork
     port = free_port()
     config = write_config(base, f"tcp://{host.near}:{port}")
     with started(config) as server, bringing(base, f"tcp://{host.near}:{port}", inside=host.inside) as worker:
-        server.wait_ready(90)
+        server.wait_ready(120)
         yield server, worker
         host.heal()
         host.network()
@@ -102,7 +102,7 @@ def test_a_cable_cut_in_mid_stream_ends_streams_by_name_and_healed_it_serves(
         eventually(lambda: any(replica["requests"] for replica in relays(server)), 30, "the streams have begun")
         host.cut()
         # Nothing hangs: each ends by name, in spite of a network that says nothing to either end.
-        assert {answer.result(60) for answer in answers} <= NAMED
+        assert {answer.result(120) for answer in answers} <= NAMED
         eventually(lambda: not relays(server), 20, "the worker is given up")
     host.heal()
     speaks(server)
@@ -117,5 +117,5 @@ def test_a_short_cut_is_ridden_out_or_ends_by_name(host: NetHost, pair: tuple[Se
             host.cut()
             eventually(lambda: True, 1, "a moment")
             host.heal()
-            assert {answer.result(60) for answer in answers} <= NAMED | {"right"}
+            assert {answer.result(120) for answer in answers} <= NAMED | {"right"}
             speaks(server)

@@ -19,7 +19,7 @@ from omni_bus.cli import main
 from tests.support.chat_http import messages, stream
 from tests.support.qwen3_omni import CASES
 from tests.support.remote_worker import bringing, write_config
-from tests.support.running_server import Server, eventually, free_port, running, started
+from tests.support.running_server import PATIENCE_S, Server, eventually, free_port, running, started
 from tests.support.tcp_wire import Wire
 
 WORDS = "!repeat:40"
@@ -55,7 +55,7 @@ def test_a_stage_on_another_host_sounds_as_one_here(base: pathlib.Path) -> None:
     config = new_config(base)
     with started(config) as server:
         with bringing(base, broker_of(config), "--replicas", "2") as worker:
-            server.wait_ready(60)
+            server.wait_ready(120)
             worker.wait_said("is ready", times=2)
             far = server.chat(WORDS, audio=True)["choices"][0]["message"]
             assert far["content"] == SPOKEN
@@ -109,11 +109,11 @@ def test_ctrl_c_lets_a_running_answer_finish_and_a_second_one_does_not(base: pat
     with started(config) as server, ThreadPoolExecutor(1) as thread:
         slow = "!sleep:relay:300 " * 10 + "end"
         with bringing(base, broker_of(config)) as worker:
-            server.wait_ready(60)
+            server.wait_ready(120)
             answer = thread.submit(server.chat, slow, audio=True)
             eventually(lambda: any(replica["requests"] for replica in replicas(server)), 20, "the answer has begun")
             assert worker.stop() == 0
-            assert answer.result(30)["choices"][0]["message"]["content"].endswith("end ")
+            assert answer.result(PATIENCE_S)["choices"][0]["message"]["content"].endswith("end ")
         with bringing(base, broker_of(config)) as worker:
             worker.wait_said("is ready")
             answer = thread.submit(server.chat, "!hang:relay", audio=True)
@@ -136,7 +136,7 @@ def test_an_operator_drains_one_of_another_host_and_it_stays_away(
         ThreadPoolExecutor(1) as thread,
         bringing(base, broker_of(config), "--replicas", "2") as worker,
     ):
-        server.wait_ready(60)
+        server.wait_ready(120)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(server.run_base))
         worker.wait_said("is ready", times=2)
         eventually(lambda: {replica["state"] for replica in replicas(server)} == {"ready"}, 60, "both serve")
@@ -162,7 +162,7 @@ def test_an_operator_drains_one_of_another_host_and_it_stays_away(
             another.wait_said("is ready")
             eventually(lambda: [r["state"] for r in replicas(server)] == ["ready"] * 2, 60, "another serves")
             assert main(["drain", left]) == 0
-            assert worker.process.wait(60) == 0, "the command has nothing left to bring"
+            assert worker.process.wait(PATIENCE_S) == 0, "the command has nothing left to bring"
             speaks(server)
             assert another.stop() == 0
         server.stop()
@@ -171,7 +171,7 @@ def test_an_operator_drains_one_of_another_host_and_it_stays_away(
 def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(base: pathlib.Path) -> None:
     config = new_config(base)
     with started(config) as server, ThreadPoolExecutor(1) as thread, bringing(base, broker_of(config)) as worker:
-        server.wait_ready(60)
+        server.wait_ready(120)
         answer = thread.submit(server.chat, "word !hang:relay", audio=True, stream=False)
         eventually(lambda: any(replica["requests"] for replica in replicas(server)), 20, "the answer has begun")
         [process] = worker.workers()
@@ -189,10 +189,11 @@ def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(bas
 def test_workers_come_back_to_a_broker_that_died_and_to_another_server(base: pathlib.Path) -> None:
     config = new_config(base)
     with started(config) as server, bringing(base, broker_of(config)) as worker:
-        server.wait_ready(60)
+        server.wait_ready(120)
         speaks(server)
-        server.processes()["broker"].kill()
-        eventually(lambda: not server.ready(), 20, "the server has noticed")
+        broker = server.processes()["broker"]
+        broker.kill()
+        eventually(lambda: server.processes().get("broker", broker).pid != broker.pid, 20, "there is another")
         speaks(server)
         server.stop()
         with running(config) as another:
@@ -210,7 +211,7 @@ def test_a_cut_wire_ends_its_requests_by_name_and_a_healed_one_serves(base: path
             async with Wire(int(broker_of(config).rsplit(":", 1)[1])) as line:
                 port = str(free_port())
                 with bringing(base, f"tcp://127.0.0.1:{line.port}", "--data-port", port) as worker:
-                    await asyncio.to_thread(server.wait_ready, 60)
+                    await asyncio.to_thread(server.wait_ready, 120)
                     answer = loop.run_in_executor(thread, lambda: server.chat("word !hang:relay", audio=True))
                     await asyncio.to_thread(
                         eventually, lambda: any(r["requests"] for r in replicas(server)), 20, "the answer has begun"
@@ -281,10 +282,10 @@ def test_what_a_user_does_wrong_is_told_in_one_line(base: pathlib.Path) -> None:
         for says, how in wrong.items():
             more = how.pop("more", ())
             with bringing(base, broker, *more, **how) as worker:  # type: ignore[arg-type, misc]
-                assert worker.process.wait(60) == 2
+                assert worker.process.wait(PATIENCE_S) == 2
                 assert says in worker.said and len(worker.said.splitlines()) == 1, worker.said
         with bringing(base, f"tcp://127.0.0.1:{free_port()}") as worker:
-            assert worker.process.wait(60) == 2
+            assert worker.process.wait(PATIENCE_S) == 2
             assert "nothing answers at tcp://127.0.0.1" in worker.said
         speaks(server)
         assert "refused a connection from 127.0.0.1" in (server.run_dir / "broker.log").read_text()

@@ -11,13 +11,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.running_server import Server, eventually, free_port, running, started
+from tests.support.running_server import PATIENCE_S, Server, eventually, free_port, running, started
 
 FAULTS = ("stages.source.faults=true", "stages.relay.faults=true", "stages.sink.faults=true")
 # One import of torch in place of three, where a test is not about the workers.
@@ -60,7 +59,7 @@ def test_a_signal_stops_all_in_order_with_requests_running(serve: Callable[..., 
     eventually(lambda: running_requests(server) == 1, 10, "the request runs")
     eventually(lambda: server.segments() != [], 10, "shared memory is in use")
     server.stop(number)
-    thread.join(5)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -72,14 +71,12 @@ def test_a_worker_that_does_not_listen_is_killed_in_time(serve: Callable[..., Se
 
 
 def test_a_second_signal_hurries(serve: Callable[..., Server]) -> None:
-    server = serve("probe.toml", sets=[*FAULTS, *ONE_PROCESS])
-    in_background(lambda: server.chat("!sleep:sink:60000", audio=True))
+    server = serve("probe.toml", sets=[*FAULTS, *ONE_PROCESS, "bus.drain_s=250"])
+    in_background(lambda: server.chat("!hang:sink", audio=True))
     eventually(lambda: running_requests(server) == 1, 10, "the request runs")
-    server.process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: "draining for up to 250 s; once more, and it ends at once" in server.stderr, 20, "it waits for it")
     server.stop()
-    assert time.monotonic() - began < 1.5
 
 
 def test_ctrl_c_before_it_is_ready() -> None:
@@ -177,7 +174,7 @@ def broken_torch(directory: pathlib.Path, statement: str) -> dict[str, str]:
 @contextlib.contextmanager
 def failed_start(env: dict[str, str]) -> Iterator[tuple[int, Server]]:
     with started("probe.toml", env=env, sets=["bus.restart_backoff_s=0.05"]) as server:
-        yield server.process.wait(timeout=60), server
+        yield server.process.wait(timeout=PATIENCE_S), server
 
 
 def test_a_worker_that_never_starts_ends_the_server_with_its_last_lines(tmp_path: pathlib.Path) -> None:
@@ -204,7 +201,7 @@ def test_a_port_in_use_is_refused_before_anything_starts() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "omni_bus", "up", "configs/probe.toml", "--port", str(port)]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert answer.returncode == 2
     assert (
         answer.stderr
@@ -218,7 +215,7 @@ def test_commands_against_a_running_server(shared_server: Callable[..., Server],
 
     def omni_bus(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "omni_bus", *arguments], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "omni_bus", *arguments], capture_output=True, text=True, timeout=200, check=False
         )
 
     said = omni_bus("chat", "three words now", "--url", server.url, "--out", str(out))
@@ -237,7 +234,7 @@ def test_commands_against_a_running_server(shared_server: Callable[..., Server],
     top.send_signal(signal.SIGINT)
     with top.stdout:
         top.stdout.read()
-    assert (top.wait(10), len(looks)) == (0, 3), "it looks again and again, and Ctrl-C ends it well"
+    assert (top.wait(PATIENCE_S), len(looks)) == (0, 3), "it looks again and again, and Ctrl-C ends it well"
     load = ("--concurrency", "1,3", "--requests", "4", "--warmup", "0", "--prompt-words", "5", "--json", str(figures))
     bench = omni_bus("bench", server.url, *load)
     assert bench.returncode == 0, bench.stderr
