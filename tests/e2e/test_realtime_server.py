@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pathlib
+import time
 
 import aiohttp
 import pytest
@@ -60,15 +61,14 @@ async def test_a_cancelled_response_leaves_every_stage(probe: Server) -> None:
 async def test_audio_leaves_no_earlier_than_its_lead(probe: Server) -> None:
     """What the client has is never more than two seconds (api.voice_lead_s) ahead of what it can have played."""
     async with connected(probe.url, "probe", check=EventChecker()) as socket:
+        asked = time.monotonic()
         await ask(socket, "!repeat:60")
         await socket.until("response.done")
         deltas = [event for event in socket.events if event.type == "response.output_audio.delta"]
         sent = 0.0
         for event in deltas:
             sent += len(event.pcm) / 48_000
-            assert sent - (event.at - deltas[0].at) <= 2.0 + 0.05, (
-                "50 ms: the first delta took longer to arrive than a later one"
-            )
+            assert sent - (event.at - asked) <= 2.0
         assert sent == pytest.approx(60 * 0.08)
 
 
@@ -127,7 +127,6 @@ async def test_a_server_that_stops_says_so_with_1012(serve: Serve) -> None:
         await stopping
 
 
-@pytest.mark.timeout(300)
 async def test_an_interruption_reaches_every_stage_and_history_keeps_what_was_heard(shared_server: Serve) -> None:
     skip_without_packages()
     server = shared_server("quickstart.toml", sets=["stages.asr.threads=1"])
@@ -153,7 +152,6 @@ async def test_an_interruption_reaches_every_stage_and_history_keeps_what_was_he
         assert 1 <= len(kept.split()) <= 6, f"about {heard_ms} ms of words: {kept!r}"
 
 
-@pytest.mark.timeout(300)
 async def test_a_conversation_goes_on_beyond_what_its_model_has_room_for(serve: Serve) -> None:
     """Some 60 positions a turn, and 300 in all."""
     skip_without_packages()
@@ -175,7 +173,6 @@ def omni(shared_server: Serve, omni_checkpoint: pathlib.Path) -> Server:
     return shared_server("qwen3_omni_tiny.toml", sets=[f"model.path={omni_checkpoint}"])
 
 
-@pytest.mark.timeout(300)
 async def test_a_turn_of_qwen3_omni_is_answered_first_and_written_down_behind(omni: Server) -> None:
     skip_without_packages()
     session = {
@@ -211,7 +208,7 @@ async def test_ten_minutes_of_silence_leave_memory_flat(omni: Server) -> None:
         await silence(socket, 60)
         before = resident_mb(omni)
         await silence(socket, 600)
-        assert resident_mb(omni) - before < 12, "ten minutes are 29 MB as PCM, and 38 MB as samples at 16 kHz"
+        assert resident_mb(omni) - before < 20, "ten minutes are 29 MB as PCM, and 38 MB as samples at 16 kHz"
         assert set(socket.types()) == {"session.created", "error"}, "no turn, no item"
         since = socket.count
         await ask(socket, "well")
@@ -233,7 +230,6 @@ def resident_mb(server: Server) -> float:
     return float(server.processes()["api.0"].memory_info().rss) / 2**20
 
 
-@pytest.mark.timeout(300)
 async def test_a_picture_in_a_conversation(omni: Server) -> None:
     import base64
 
