@@ -8,9 +8,10 @@ from typing import Any
 from omni_bus.api.bus import Item, RequestStream
 from omni_bus.api.chat_pieces import AnswerPieces, CallArguments, CallNew, Heard, Said, Sound, Words
 from omni_bus.api.chat_request import ChatRequest
-from omni_bus.api.chat_usage import answer_usage
+from omni_bus.api.chat_usage import answer_usage, broken_off_usage
 from omni_bus.api.sse import DONE, error_event, event
 from omni_bus.api.timing import AnswerTiming
+from omni_bus.api.usage_so_far import UsageSoFar
 from omni_bus.api.wav import wav_header
 from omni_bus.errors import OmniBusError
 
@@ -26,10 +27,12 @@ class ChunkRenderer:
         self._header_sent = chat.audio_format != "wav"
         self._pieces = AnswerPieces(timing, may_call=chat.may_call, one_call=chat.one_call)
         self._text_stage = text_stage
+        self._used = UsageSoFar(text_stage)
         self._opening = self._chunk(self._role(chat), "text")
 
     async def item(self, item: Item) -> bytes:
         """Its events; none for an item that only closes its edge."""
+        self._used.take(item)
         return self._take_opening() + b"".join(self._event(piece) for piece in self._pieces.of(item))
 
     def _take_opening(self) -> bytes:
@@ -63,12 +66,13 @@ class ChunkRenderer:
         """The last event with choices, the usage event if asked for, and the end."""
         last = self._take_opening() + b"".join(self._event(piece) for piece in self._pieces.rest())
         last += self._chunk({}, "text", finish_reason=self._pieces.finish_reason)
-        if self._chat.include_usage:
-            last += event({**self._head, "choices": [], "usage": answer_usage(stream, self._text_stage)})
-        return last + DONE
+        return last + self._usage(answer_usage(stream, self._text_stage)) + DONE
 
     def failure(self, error: OmniBusError) -> bytes:
-        return error_event(error) + DONE
+        return self._usage(broken_off_usage(self._used, self._text_stage)) + error_event(error) + DONE
+
+    def _usage(self, usage: dict[str, Any]) -> bytes:
+        return event({**self._head, "choices": [], "usage": usage}) if self._chat.include_usage else b""
 
     def _chunk(self, delta: dict[str, Any], modality: str, *, finish_reason: str | None = None, **more: str) -> bytes:
         body = {

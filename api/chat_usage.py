@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from omni_bus.api.bus import RequestStream
+from omni_bus.api.usage_so_far import UsageSoFar
 
 
 def answer_usage(stream: RequestStream, text_stage: str) -> dict[str, Any]:
     """What an answer says in `usage`. `first_chunk_ms`: edge → milliseconds since the broker had the request."""
-    first = {edge: round(1e3 * seconds, 2) for edge, seconds in stream.first_chunks.items()}
-    return {**openai_usage(stream.usage, text_stage), "omni_bus": {"first_chunk_ms": first}}
+    return _with_times(stream.usage, text_stage, stream.first_chunks)
+
+
+def broken_off_usage(so_far: UsageSoFar, text_stage: str) -> dict[str, Any]:
+    """The same of an answer that failed: what had been counted by then."""
+    return _with_times(so_far.of({}), text_stage, {})
+
+
+def _with_times(usage: Mapping[str, Mapping[str, int]], text_stage: str, first_chunks: Mapping[str, float]) -> dict[str, Any]:
+    first = {edge: round(1e3 * seconds, 2) for edge, seconds in first_chunks.items()}
+    return {**openai_usage(usage, text_stage), "omni_bus": {"first_chunk_ms": first}}
 
 
 def openai_usage(usage: Mapping[str, Mapping[str, int]], text_stage: str) -> dict[str, Any]:

@@ -77,12 +77,18 @@ class MediaFetcher:
         if self._session is not None:
             await self._session.close()
 
-    async def fetch(self, url: str, param: str, limit: int | None = None) -> bytearray:
-        """The content, up to `limit` bytes (None: as large as a body may be). Raises MediaRefused, MediaUnreachable or TooLarge, with `param` as the field and no address in the message."""
+    def check(self, url: str, param: str) -> URL:
+        """What can be said without asking anybody: the URL itself, or MediaRefused."""
         try:
             address = URL(url)
         except ValueError:
             raise MediaRefused(f"{param}: this is not a URL", param=param) from None
+        self._check(address, param)
+        return address
+
+    async def fetch(self, url: str, param: str, limit: int | None = None) -> bytearray:
+        """The content, up to `limit` bytes (None: as large as a body may be). Raises MediaRefused, MediaUnreachable or TooLarge, with `param` as the field and no address in the message."""
+        address = self.check(url, param)
         try:
             async with asyncio.timeout(TOTAL_S):
                 for _ in range(MAX_REDIRECTS + 1):

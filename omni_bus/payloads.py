@@ -65,22 +65,28 @@ class ChatInput(msgspec.Struct, frozen=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """stage → client: newly decided text. The last one has `finish_reason`; its text may be empty."""
+    """stage → client: newly decided text. The last one has `finish_reason`; its text may be empty.
+
+    usage: what the stage has counted by then, as in its Done: of the prompt on the first delta, all of it on the last, so that an answer
+    that is broken off has its figures too.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: Literal["stop", "length"] | None = None
+    usage: dict[str, int] = {}
 
 
 class AudioDelta(msgspec.Struct, frozen=True):
     """stage → client: tensor `pcm`, int16 [samples], mono, never empty; an empty last delta closes the edge without a tensor.
 
     spoken: characters of the answer's text (all its TextDeltas joined) that have been said when this chunk has been played, where
-    the stage knows; it never falls.
+    the stage knows; it never falls. frames: codec frames that this chunk was made of, where the model has them.
     """
 
     sample_rate: int
     spoken: int | None = None
+    frames: int = 0
 
 
 class TranscriptSegment(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable
 
@@ -11,7 +12,7 @@ from aiohttp import WSMsgType, web
 from omni_bus.api.media import base64_content
 from omni_bus.api.realtime import client_events
 from omni_bus.api.realtime.client_events import ClientEvent, Unreadable, parse_event
-from omni_bus.api.realtime.remote_images import fetch_images
+from omni_bus.api.realtime.remote_images import fetching
 from omni_bus.api.realtime.response_wish import read_wish
 from omni_bus.api.realtime.server_events import SessionShown, render
 from omni_bus.api.realtime.session_object import merge_session, session_to_json
@@ -72,8 +73,11 @@ class RealtimeConnection(VoiceConnection):
             case client_events.ItemCreate(item=raw, previous_item_id=previous):
                 remote: list[RemoteImage] = []
                 item = await self.off_loop(len(raw), self._item, raw, remote)
-                await fetch_images(remote, self.services.fetcher)
-                session.add_item(item, previous)
+                fetch = fetching(remote, self.services.fetcher)
+                if fetch is None:
+                    session.add_item(item, previous)
+                else:
+                    session.add_unfetched(item, previous, fetch, self.cause)
             case client_events.ItemRetrieve(item_id=item_id):
                 await session.retrieve_item(item_id)
             case client_events.ItemTruncate(item_id=item_id, content_index=index, audio_end_ms=end_ms):
@@ -84,8 +88,8 @@ class RealtimeConnection(VoiceConnection):
                 remote = []
                 size = sum(len(raw) for raw in (body.input if body is not None else None) or ())
                 wish = await self.off_loop(size, read_wish, body, session, self.services.model, remote)
-                await fetch_images(remote, self.services.fetcher)
-                session.create_response(wish)
+                fetch = fetching(remote, self.services.fetcher)
+                session.create_response(wish if fetch is None else dataclasses.replace(wish, fetch=fetch))
             case client_events.ResponseCancel(response_id=response_id):
                 session.cancel_response(response_id)
 

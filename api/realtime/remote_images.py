@@ -1,8 +1,9 @@
-"""Images that an event names by http(s) URL: fetched by the rules of all media URLs, before the event is carried out."""
+"""Images that an event names by http(s) URL: fetched by the rules of all media URLs, while the session goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 
 from omni_bus.api.media_fetch import MediaFetcher
 from omni_bus.api.voice.conversation import ConversationLimits
@@ -10,6 +11,13 @@ from omni_bus.api.voice.item_json import RemoteImage
 from omni_bus.errors import TooLarge
 
 MAX_BYTES = ConversationLimits().max_other_bytes  # by one event: more, no conversation would take
+
+
+def fetching(images: Sequence[RemoteImage], fetcher: MediaFetcher) -> Callable[[], Awaitable[None]] | None:
+    """What fetches them; None where there are none. Raises MediaRefused of a URL that nobody need be asked about."""
+    for image in images:
+        fetcher.check(image.url, image.param)
+    return functools.partial(fetch_images, images, fetcher) if images else None
 
 
 async def fetch_images(images: Sequence[RemoteImage], fetcher: MediaFetcher) -> None:

@@ -63,13 +63,7 @@ class Conversation:
                 code="item_create_duplicate_item_id",
                 param="item.id",
             )
-        if item.audio_s > self._limits.max_audio_s or item.other_bytes > self._limits.max_other_bytes:
-            raise ConversationError(
-                f"item: a conversation keeps up to {self._limits.max_audio_s:g} s of audio and "
-                f"{self._limits.max_other_bytes} bytes of images and text; this item alone is larger",
-                code="item_create_too_large",
-                param="item",
-            )
+        self._check_size(item)
         position = len(self._items)
         if previous_item_id == ROOT:
             position = 0
@@ -79,6 +73,12 @@ class Conversation:
         self._by_id[item.id] = item
         self._evict(item)
         return self.previous_id(item.id)
+
+    def complete(self, item: Item) -> None:
+        """All of an item that was added while it was in progress is there. Raises ConversationError where it is larger than the limits."""
+        self._check_size(item)
+        item.status = "completed"
+        self._evict(item)
 
     def previous_id(self, item_id: str) -> str | None:
         """The id of the item before this one; None for the first."""
@@ -144,13 +144,22 @@ class Conversation:
             )
         return item
 
+    def _check_size(self, item: Item) -> None:
+        if item.audio_s > self._limits.max_audio_s or item.other_bytes > self._limits.max_other_bytes:
+            raise ConversationError(
+                f"item: a conversation keeps up to {self._limits.max_audio_s:g} s of audio and "
+                f"{self._limits.max_other_bytes} bytes of images and text; this item alone is larger",
+                code="item_create_too_large",
+                param="item",
+            )
+
     def _forget(self, position: int) -> Item:
         item = self._items.pop(position)
         del self._by_id[item.id]
         return item
 
     def _evict(self, newest: Item) -> None:
-        """Drop the oldest until the limits hold; never the newest, nor an answer that is still being given."""
+        """Drop the oldest until the limits hold; never the newest, nor what is still being given or fetched."""
         audio_s = sum(item.audio_s for item in self._items)
         other = sum(item.other_bytes for item in self._items)
         for item in list(self._items):

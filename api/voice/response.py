@@ -8,13 +8,14 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from omni_bus.api.bus import Item as BusItem
 from omni_bus.api.bus import RequestStream
 from omni_bus.api.errors_render import internal_error
 from omni_bus.api.timing import AnswerTiming
+from omni_bus.api.usage_so_far import UsageSoFar
 from omni_bus.api.voice.answer import Answer, Enough
 from omni_bus.api.voice.conversation import Conversation
 from omni_bus.api.voice.deadline import Deadline
@@ -60,8 +61,9 @@ class ResponseRun:
     def __init__(
         self,
         wish: ResponseWish,
-        request: BusRequest,
+        request: BusRequest | None,
         *,
+        arrived: Callable[[], Awaitable[BusRequest]],
         conversation: Conversation | None,
         conversation_id: str,
         clock: PlaybackClock,
@@ -70,10 +72,11 @@ class ResponseRun:
         label: str,
         owner: ResponseOwner,
     ) -> None:
-        """conversation: None for an out-of-band response."""
+        """request: None where something of it is still on its way: `arrived` gives it then. conversation: None for an out-of-band response."""
         settings = wish.settings
         self.id = f"resp_{secrets.token_hex(12)}"
         self.request = request
+        self._arrived = arrived
         self.status: ResponseStatus = "in_progress"
         self.wish = wish
         self._conversation_id = None if conversation is None else conversation_id
@@ -102,7 +105,7 @@ class ResponseRun:
         )
         self._stream: RequestStream | None = None
         self._length = False  # the text stage was stopped by its limit
-        self._tokens = 0
+        self._used_so_far = UsageSoFar(services.model.pipeline.text_stage)
         self._heard = 0
         self._had_output = self._had_audio = False
         self._timing = AnswerTiming(services.metrics, time.monotonic())
@@ -153,9 +156,17 @@ class ResponseRun:
     async def _ask(self) -> OmniBusError | None:
         """The request and its answer, with the oldest part of a conversation left out where the model has no room for all of it."""
         try:
+            if self.request is None:
+                self.request = await self._arrived()
+        except OmniBusError as missing:
+            return missing
+        except Exception:
+            log.exception("response %s could not be asked for inside the server", self.id)
+            return internal_error()
+        try:
             async with self._deadline.kept():
                 while True:
-                    error = await self._ask_once()
+                    error = await self._ask_once(self.request)
                     if not isinstance(error, PromptTooLong) or self._had_output:
                         return error
                     shorter = self._owner.on_too_long(self)
@@ -165,14 +176,14 @@ class ResponseRun:
         except TimeoutError:
             return DeadlineExceeded(f"not finished within {self._deadline.seconds:.3g} s, its pauses for playback not counted")
 
-    async def _ask_once(self) -> OmniBusError | None:
+    async def _ask_once(self, request: BusRequest) -> OmniBusError | None:
         """The request and its answer, to the end of what is wanted of it; or what it failed by."""
         error: OmniBusError | None = None
         try:
             self._stream = await self._services.bus.submit(
-                options=self.request.options,
-                payload=self.request.payload,
-                tensors=self.request.tensors,
+                options=request.options,
+                payload=request.payload,
+                tensors=request.tensors,
                 deadline_s=self._deadline.seconds + self._longest_pause_s,
                 label=self._label,
             )
@@ -192,9 +203,9 @@ class ResponseRun:
 
     async def _read(self, stream: RequestStream) -> None:
         async for item in stream:
+            self._used_so_far.take(item)
             match item.payload:
                 case TextDelta(text, token_ids, finish_reason):
-                    self._tokens += len(token_ids)
                     if text:
                         self._timing.text(max(1, len(token_ids)))
                     self._length = self._length or finish_reason == "length"
@@ -264,7 +275,7 @@ class ResponseRun:
         self.status = status
         self._services.metrics.response_ended(status)
         counted: Mapping[str, Mapping[str, int]] = {} if self._stream is None else self._stream.usage
-        usage = usage_of(counted, self._services.model.pipeline.text_stage, self._tokens)
+        usage = usage_of(self._used_so_far.of(counted), self._services.model.pipeline.text_stage)
         self._outbox.put(ResponseDone(self._state(reason, error, usage)))
         self._owner.on_ended(self)
 

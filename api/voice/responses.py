@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from omni_bus.api.voice.arrivals import Arrivals
 from omni_bus.api.voice.events import Reason
 from omni_bus.api.voice.history import History
 from omni_bus.api.voice.items import Item
@@ -36,6 +37,7 @@ class Responses:
         services: VoiceServices,
         outbox: Outbox,
         history: History,
+        arrivals: Arrivals,
         transcriber: Transcriber,
         preparer: Preparer,
         *,
@@ -49,6 +51,7 @@ class Responses:
         self._services = services
         self._outbox = outbox
         self._history = history
+        self._arrivals = arrivals
         self._transcriber = transcriber
         self._preparer = preparer
         self._conversation_id = conversation_id
@@ -69,9 +72,12 @@ class Responses:
         self.begin(wish)
 
     def begin(self, wish: ResponseWish) -> None:
+        items = self._history.items if wish.input is None else list(wish.input)
+        missing = wish.fetch is not None or any(item in self._arrivals for item in items)
         run = ResponseRun(
             wish,
-            self._request(wish),
+            None if missing else self._request(wish, items),
+            arrived=lambda: self._arrived(wish, items),
             conversation=self._history.conversation if wish.in_conversation else None,
             conversation_id=self._conversation_id,
             clock=self._history.clock if wish.in_conversation else PlaybackClock(),
@@ -130,8 +136,17 @@ class Responses:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
-    def _request(self, wish: ResponseWish) -> BusRequest:
-        items = self._history.items if wish.input is None else wish.input
+    async def _arrived(self, wish: ResponseWish, items: list[Item]) -> BusRequest:
+        """Made of these items, once they are whole; those of the conversation that are gone by then are left out."""
+        await self._arrivals.have_ended(items)
+        if wish.fetch is not None:
+            await self._arrivals.in_turn(wish.fetch)
+        if wish.input is None:
+            kept = set(self._history.items)
+            items = [item for item in items if item in kept]
+        return self._request(wish, items)
+
+    def _request(self, wish: ResponseWish, items: Sequence[Item]) -> BusRequest:
         return build_request(
             items, wish.settings, self._services.model, heard_ms=self._history.heard_ms, affinity=self._conversation_id
         )
@@ -141,7 +156,7 @@ class Responses:
     def on_too_long(self, run: ResponseRun) -> BusRequest | None:
         if run.wish.input is not None or not self._history.leave_out_older_half():
             return None
-        return self._request(run.wish)
+        return self._request(run.wish, self._history.items)
 
     def on_first_output(self, run: ResponseRun) -> None:
         if run is self.own:
@@ -154,7 +169,7 @@ class Responses:
             self.turn_over = None
 
     def on_heard(self, run: ResponseRun, index: int, text: str) -> None:
-        if index < len(run.request.heard):
+        if run.request is not None and index < len(run.request.heard):
             item, part = run.request.heard[index]
             self._transcriber.heard(item, part, text)
 

@@ -8,10 +8,13 @@ nothing; what fails by itself is an event. Every method that is no coroutine is 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 
+from omni_bus.api.errors_render import internal_error
 from omni_bus.api.voice import events
+from omni_bus.api.voice.arrivals import Arrivals, Fetch
 from omni_bus.api.voice.conversation import Conversation, ConversationLimits
 from omni_bus.api.voice.events import Reason, SessionEvent, snapshot
 from omni_bus.api.voice.history import History
@@ -25,7 +28,9 @@ from omni_bus.api.voice.services import VoiceServices
 from omni_bus.api.voice.settings import ResponseWish, SessionSettings
 from omni_bus.api.voice.transcription import Transcriber
 from omni_bus.api.voice.user_audio import Samples, UserAudio
-from omni_bus.errors import InvalidRequest
+from omni_bus.errors import InvalidRequest, OmniBusError
+
+log = logging.getLogger("omni_bus.api")
 
 
 class VoiceSession:
@@ -41,6 +46,7 @@ class VoiceSession:
         limits = ConversationLimits(max_audio_s=max(config.session_history_s, config.session_buffer_s))
         self._conversation = Conversation(limits, evicted=self._evicted)
         self._history = History(self._conversation)
+        self._arrivals = Arrivals()
         self._audio = UserAudio(services, self._outbox, self, settings.input_format, settings.turn_detection)
         self._transcriber = Transcriber(services, self._outbox, label)
         self._preparer = Preparer(services, label, self._build_prepared)
@@ -48,6 +54,7 @@ class VoiceSession:
             services,
             self._outbox,
             self._history,
+            self._arrivals,
             self._transcriber,
             self._preparer,
             conversation_id=self.conversation_id,
@@ -73,10 +80,11 @@ class VoiceSession:
         await self._outbox.run()
 
     async def drained(self) -> None:
-        """Until the client has taken what was said to it, and the stages what it has put an end to: to be awaited before its next
-        wish is read."""
+        """Until the client has taken what was said to it, and the stages what it has put an end to, and there is room for more to be
+        fetched: to be awaited before its next wish is read."""
         await self._outbox.drained()
         await self._responses.settled()
+        await self._arrivals.room()
 
     async def close(self) -> None:
         """Cancel all that is under way, and wait a little for the stages to let go. Nothing more is told."""
@@ -84,7 +92,7 @@ class VoiceSession:
         self._outbox.close()
         self._audio.close()
         self._responses.drop()
-        await asyncio.gather(self._preparer.close(), self._transcriber.close(), self._responses.close())
+        await asyncio.gather(self._preparer.close(), self._transcriber.close(), self._responses.close(), self._arrivals.close())
 
     # ---- settings
 
@@ -173,6 +181,35 @@ class VoiceSession:
         """Raises ConversationError."""
         self._tell_item(item, self._conversation.add(item, previous_item_id))
 
+    def add_unfetched(self, item: Item, previous_item_id: str | None, fetch: Fetch, cause: str | None) -> None:
+        """As `add_item`, of an item whose content `fetch` gets: it has its place at once, and is done when it is whole. Where that fails,
+        an error with this cause is told, and the item goes.
+
+        Raises ConversationError.
+        """
+        item.status = "in_progress"
+        previous = self._conversation.add(item, previous_item_id)
+        self._outbox.put(events.ItemAdded(snapshot(item), previous))
+        self._arrivals.begin(item, fetch, lambda error: self._fetched(item, cause, error))
+
+    def _fetched(self, item: Item, cause: str | None, error: Exception | None) -> None:
+        try:
+            if error is not None:
+                raise error
+            self._conversation.complete(item)
+        except OmniBusError as known:
+            self._not_fetched(item, cause, known)
+        except Exception:
+            log.exception("an item's content could not be fetched for a fault of the server's")
+            self._not_fetched(item, cause, internal_error())
+        else:
+            self._outbox.put(events.ItemDone(snapshot(item), self._conversation.previous_id(item.id)))
+
+    def _not_fetched(self, item: Item, cause: str | None, error: OmniBusError) -> None:
+        self._services.metrics.failed(error.code)
+        self._outbox.put(events.ErrorRaised(error, cause))
+        self.delete_item(item.id)
+
     def get_item(self, item_id: str) -> Item:
         """Raises ConversationError."""
         return self._conversation.get(item_id)
@@ -206,6 +243,7 @@ class VoiceSession:
 
     def _forget(self, item: Item) -> None:
         self._history.forget(item)
+        self._arrivals.forget(item)
         self._transcriber.forget(item)
 
     # ---- responses
@@ -262,7 +300,7 @@ class VoiceSession:
         items = self._history.items
         if samples:
             items.append(Item.message("user", [InputAudio(self._audio.read(samples))]))
-        if not items:
+        if not items or any(item in self._arrivals for item in items):
             return None
         return build_request(
             items,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from omni_bus.api.served import ServedModel
@@ -63,10 +63,11 @@ class ResponseWish:
     """One response that a client asks for. settings: those of the session, with what it says otherwise.
 
     in_conversation: False for one whose items are kept out of the conversation. input: items that it is given in place of the
-    conversation's.
+    conversation's. fetch: gets what is missing in `input`; raises OmniBusError.
     """
 
     settings: SessionSettings
     in_conversation: bool = True
     input: tuple[Item, ...] | None = None
+    fetch: Callable[[], Awaitable[None]] | None = None
     metadata: Mapping[str, str] | None = None

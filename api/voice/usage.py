@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from omni_bus.api.voice.events import Usage
 
 
-def usage_of(counted: Mapping[str, Mapping[str, int]], text_stage: str, tokens: int) -> Usage:
-    """counted: stage → figure → value, empty for a response that did not end well: then only its tokens of text, which came here, are known."""
-    text = counted.get(text_stage)
-    if text is None:
-        return Usage(output_text=tokens)
+def usage_of(counted: Mapping[str, Mapping[str, int]], text_stage: str) -> Usage:
+    """counted: stage → figure → value."""
+    text = counted.get(text_stage, {})
     audio, image = text.get("audio_tokens", 0), text.get("image_tokens", 0)
     return Usage(
         input_text=max(0, text.get("prompt_tokens", 0) - audio - image),

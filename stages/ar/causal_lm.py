@@ -46,6 +46,7 @@ class TextState:
 
     stream: TextStream
     prompt_tokens: int = 0
+    told: bool = False  # what the prompt had, with the first text
 
 
 class CausalLMProgram:
@@ -76,7 +77,8 @@ class CausalLMProgram:
     def emit_text(self, row: Row, release: Release, finish_reason: Literal["stop", "length"] | None) -> None:
         """Send what may leave; the last call for a row has a finish_reason."""
         if release.token_ids or release.text or finish_reason:
-            delta = TextDelta(text=release.text, token_ids=release.token_ids, finish_reason=finish_reason)
+            usage = self._usage_so_far(row, finish_reason is not None)
+            delta = TextDelta(text=release.text, token_ids=release.token_ids, finish_reason=finish_reason, usage=usage)
             for edge in self._text_edges:
                 row.emit(edge, delta, last=finish_reason is not None)
 
@@ -119,6 +121,15 @@ class CausalLMProgram:
 
     def release(self, row: Row) -> None:
         row.data = None
+
+    def _usage_so_far(self, row: Row, ended: bool) -> dict[str, int]:
+        """What goes with a delta: the first and the last tell, and those of an answer that no token was sampled for do not."""
+        state: TextState = row.data
+        if not row.output_ids or (state.told and not ended):
+            return {}
+        state.told = True
+        figures = {"prompt_tokens": state.prompt_tokens}
+        return row.usage({**figures, "completion_tokens": len(row.output_ids)} if ended else figures)
 
     def _sampled(self, row: Row, token: int) -> None:
         state: TextState = row.data

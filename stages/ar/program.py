@@ -127,11 +127,14 @@ class Row:
         """`count` chunks of an input edge have been used up."""
         self.outbox.append(Consumed(self.request.id, edge, count))
 
-    def finish(self, usage: Mapping[str, int]) -> None:
-        """The request is done in this stage; the engine frees its blocks. Usage gets `cached_tokens` of a row that could share."""
-        if self.keys is not None and not self.keys.empty:
-            usage = {**usage, "cached_tokens": self.cached}
-        self.outbox.append(Finished(self.request.id, usage))
+    def usage(self, figures: Mapping[str, int]) -> dict[str, int]:
+        """The figures, and `cached_tokens` of a row that could share."""
+        shares = self.keys is not None and not self.keys.empty
+        return {**figures, "cached_tokens": self.cached} if shares else dict(figures)
+
+    def finish(self, figures: Mapping[str, int]) -> None:
+        """The request is done in this stage, and its usage are these figures; the engine frees its blocks."""
+        self.outbox.append(Finished(self.request.id, self.usage(figures)))
         self.ended = True
 
     def fail(self, error: ErrorInfo) -> None:

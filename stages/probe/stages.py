@@ -145,7 +145,8 @@ class Source(ProbeStage):
         ended_early = cut and not (row.closed and not row.words)
         if f"{self.name}->{CLIENT}" in request.outputs:
             reason: Literal["stop", "length"] | None = None if not last else "length" if ended_early else "stop"
-            text = TextDelta(f"{word} " if word else "", finish_reason=reason)
+            usage = {"prompt_tokens": row.prompt_words, "completion_tokens": row.emitted} if last or row.emitted == 1 else {}
+            text = TextDelta(f"{word} " if word else "", finish_reason=reason, usage=usage)
             yield Output(request.id, f"{self.name}->{CLIENT}", text, last=last)
         if f"{self.name}->relay" in request.outputs:
             size = self.options.tensor_bytes // 4
@@ -179,7 +180,8 @@ class Sink(ProbeStage):
         row.emitted += bool(word)
         pcm = torch.full((SAMPLES_PER_WORD,), row.emitted % 2**15, dtype=torch.int16)
         tensors = {"pcm": pcm} if word else {}
-        yield Output(row.request.id, f"{self.name}->{CLIENT}", AudioDelta(SAMPLE_RATE), tensors, chunk.last)
+        audio = AudioDelta(SAMPLE_RATE, frames=int(bool(word)))
+        yield Output(row.request.id, f"{self.name}->{CLIENT}", audio, tensors, chunk.last)
         yield Consumed(row.request.id, chunk.edge)
         if chunk.last:
             yield Finished(row.request.id, {"frames": row.emitted})

@@ -222,7 +222,7 @@ class Code2WavStage:
         for (request_id, count), stream, samples in zip(batch, streams, pcm, strict=True):
             stream.emitted(count, samples.shape[0], now)
             last = stream.closed and not stream.buffered
-            audio = Output(request_id, OUT_EDGE, AudioDelta(SAMPLE_RATE), {"pcm": samples}, last)
+            audio = Output(request_id, OUT_EDGE, AudioDelta(SAMPLE_RATE, frames=count), {"pcm": samples}, last)
             if last:
                 self._end(request_id, stream, out, [audio])
                 continue

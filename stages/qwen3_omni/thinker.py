@@ -41,6 +41,7 @@ class ThinkerState:
     placeholders: list[int] = dataclasses.field(default_factory=list)  # positions whose accept-layer rows the Talker wants
     captured: list[torch.Tensor] = dataclasses.field(default_factory=list)  # those rows, as far as they are computed
     started: bool = False  # whether the Talker has had its first chunk
+    told: bool = False  # whether the client has had what the prompt counts
     unsent_ids: list[int] = dataclasses.field(default_factory=list)  # released, and waiting for text to go with to the client
     media: list[MediaRows] = dataclasses.field(default_factory=list)  # in the prompt's order
     encoded_parts: int | None = None  # of media, that were not kept from before; None = there are none
@@ -183,10 +184,22 @@ class ThinkerProgram:
         self._finish(row, len(say) + 1)
 
     def _finish(self, row: Row, completion_tokens: int) -> None:
+        self._state(row).drop_media()
+        row.finish({**self._prompt_usage(row), "completion_tokens": completion_tokens})
+
+    def _prompt_usage(self, row: Row) -> dict[str, int]:
         state = self._state(row)
-        state.drop_media()
-        usage = {"prompt_tokens": state.prompt_tokens, **state.media_tokens, "completion_tokens": completion_tokens}
-        row.finish(usage if state.encoded_parts is None else {**usage, "encoded_parts": state.encoded_parts})
+        usage = {"prompt_tokens": state.prompt_tokens, **state.media_tokens}
+        return usage if state.encoded_parts is None else {**usage, "encoded_parts": state.encoded_parts}
+
+    def _usage_so_far(self, row: Row, ended: bool) -> dict[str, int]:
+        """What goes with a delta: the first and the last tell, and those of an answer that no token was sampled for do not."""
+        state = self._state(row)
+        if not row.output_ids or (state.told and not ended):
+            return {}
+        state.told = True
+        figures = self._prompt_usage(row)
+        return row.usage({**figures, "completion_tokens": len(row.output_ids)} if ended else figures)
 
     def _send(self, row: Row, release: Release, *, spoken: tuple[int, ...], finish_reason: FinishReason | None = None) -> None:
         """To the Talker all that is decided, at once; to the client what makes text."""
@@ -200,7 +213,8 @@ class ThinkerProgram:
             state.started = True
         state.unsent_ids += release.token_ids
         if release.text or last:
-            row.emit(CLIENT, TextDelta(release.text, tuple(state.unsent_ids), finish_reason), last=last)
+            usage = self._usage_so_far(row, last)
+            row.emit(CLIENT, TextDelta(release.text, tuple(state.unsent_ids), finish_reason, usage), last=last)
             state.unsent_ids.clear()
 
     def graph_prepare(self, max_batch: int) -> None:

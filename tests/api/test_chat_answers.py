@@ -97,6 +97,28 @@ async def test_failure_in_mid_stream_is_an_event(server: Any) -> None:
     assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="500"}') == 1
 
 
+async def test_a_failure_in_mid_stream_comes_behind_the_usage_so_far(server: Any) -> None:
+    prompt = {"prompt_tokens": 7, "cached_tokens": 4}
+    server.bus.script = (
+        text("a", usage=prompt),
+        audio(frames=2),
+        text("b"),
+        audio(frames=3),
+        StageFailed("stage talker failed"),
+    )
+    *others, usage, failure = await events(server, **SPEECH, stream_options={"include_usage": True})
+    assert failure["error"]["code"] == "stage_failed"
+    assert all(event["usage"] is None for event in others) and usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 2,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"audio_tokens": 5},
+        "omni_bus": {"first_chunk_ms": {}},
+    }
+
+
 async def test_a_fault_of_the_api_in_mid_stream_tells_nothing(server: Any) -> None:
     server.bus.script = (text("a"), RuntimeError("/secret/path"))
     *_, last = await events(server)

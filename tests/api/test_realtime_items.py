@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from bench.realtime_socket import RealtimeSocket, connected
 from omni_bus.api.realtime import remote_images
+from omni_bus.api.voice.arrivals import MAX_ON_THE_WAY
 from tests.api.conftest import Server, StartServer
 from tests.support.realtime_events import EventChecker
 from tests.support.scripted_bus import MODEL
@@ -21,15 +23,23 @@ TONE = (numpy.sin(numpy.arange(24_000) * 2 * numpy.pi * 300 / 24_000) * 12_000).
 
 
 @pytest.fixture
-async def host() -> AsyncIterator[str]:
+def gate() -> asyncio.Event:
+    """Until it is set, /slow is not answered."""
+    return asyncio.Event()
+
+
+@pytest.fixture
+async def host(gate: asyncio.Event) -> AsyncIterator[str]:
     """A web server with one picture at any address but /none."""
 
     async def picture(request: web.Request) -> web.Response:
+        if request.path == "/slow":
+            await gate.wait()
         return web.Response(status=404) if request.path == "/none" else web.Response(body=PNG)
 
     app = web.Application()
     app.router.add_get("/{name}", picture)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -38,6 +48,10 @@ async def host() -> AsyncIterator[str]:
 
 def looks_at(*urls: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": url} for url in urls]}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
 
 
 async def pictures(server: Server, socket: RealtimeSocket) -> list[bytes]:
@@ -79,26 +93,115 @@ async def test_an_image_by_url_is_fetched_before_what_comes_behind_it(start: Sta
 @pytest.mark.parametrize(
     ("url", "code"),
     [
-        ("/none", "media_unreachable"),
         ("http://user:secret@127.0.0.1/x", "media_url_refused"),
         ("ftp://127.0.0.1/x", "invalid_request"),
         ("HTTP://", "media_url_refused"),
     ],
 )
-async def test_an_image_that_cannot_be_had_changes_nothing(start: StartServer, host: str, url: str, code: str) -> None:
+async def test_an_image_that_is_refused_changes_nothing(start: StartServer, host: str, url: str, code: str) -> None:
     server = await start(allow_private_media=True)
-    address = f"{host}{url}" if url.startswith("/") else url
     async with connected(server.url, MODEL, check=EventChecker()) as socket:
         for kind, fields, where in (
-            ("conversation.item.create", {"item": looks_at(address)}, "item"),
-            ("response.create", {"response": {"input": [looks_at(address)]}}, "response.input[0]"),
+            ("conversation.item.create", {"item": looks_at(url)}, "item"),
+            ("response.create", {"response": {"input": [looks_at(url)]}}, "response.input[0]"),
         ):
             since = socket.count
             await socket.send(kind, **fields)
             error = (await socket.until("error", since=since))["error"]
             assert (error["code"], error["param"]) == (code, f"{where}.content[0].image_url")
-            assert "secret" not in error["message"] and host.rpartition(":")[2] not in error["message"]
+            assert "secret" not in error["message"]
+        assert "conversation.item.added" not in socket.types()
         assert await pictures(server, socket) == []
+
+
+async def test_an_image_that_cannot_be_had_takes_its_item_away(start: StartServer, host: str) -> None:
+    server = await start(allow_private_media=True)
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        since = socket.count
+        await socket.send("conversation.item.create", event_id="mine", item=looks_at(f"{host}/a.png", f"{host}/none"))
+        deleted = await socket.until("conversation.item.deleted")
+        assert socket.types(since) == ["conversation.item.added", "error", "conversation.item.deleted"]
+        added, error = socket.events[since], socket.events[since + 1]["error"]
+        assert added["item"]["status"] == "in_progress" and deleted["item_id"] == added["item"]["id"]
+        assert (error["code"], error["param"]) == ("media_unreachable", "item.content[1].image_url")
+        assert error["event_id"] == "mine" and host.rpartition(":")[2] not in error["message"]
+        assert await pictures(server, socket) == []
+        asked = len(server.bus.submissions)
+        await socket.send("response.create", response={"conversation": "none", "input": [looks_at(f"{host}/none")]})
+        failed = await socket.until("response.done", where=lambda event: event["response"]["conversation_id"] is None)
+        assert failed["response"]["status"] == "failed"
+        error = failed["response"]["status_details"]["error"]
+        assert error["code"] == "media_unreachable" and len(server.bus.submissions) == asked
+
+
+async def test_a_session_goes_on_while_an_image_is_fetched(start: StartServer, host: str, gate: asyncio.Event) -> None:
+    """And the answer that was asked for behind the picture waits for it, and has the items of that moment in their order."""
+    server = await start(allow_private_media=True)
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        since = socket.count
+        await socket.send("conversation.item.create", item=looks_at(f"{host}/slow"))
+        await socket.send("conversation.item.create", item=says("What is this?"))
+        await socket.send("response.create")
+        await socket.send("conversation.item.create", item=says("too late"))
+        await socket.send("session.update", session={"instructions": "Be brief."})
+        await socket.until("session.updated")
+        assert socket.types(since) == [
+            *("conversation.item.added", "conversation.item.added", "conversation.item.done", "response.created"),
+            *("conversation.item.added", "conversation.item.done", "session.updated"),
+        ]
+        first = socket.events[since]["item"]["id"]
+        await socket.send("conversation.item.retrieve", item_id=first)
+        assert (await socket.until("conversation.item.retrieved"))["item"]["status"] == "in_progress"
+        assert not server.bus.submissions
+        gate.set()
+        done = await socket.until("conversation.item.done", where=lambda event: event["item"]["id"] == first)
+        assert done["item"]["status"] == "completed" and done["previous_item_id"] is None
+        assert (await socket.until("response.done"))["response"]["status"] == "completed"
+        [asked] = server.bus.submissions
+        assert [bytes(tensor.data) for tensor in asked.tensors.values()] == [PNG]
+        parts = [part for message in asked.payload.messages for part in message.parts]
+        assert [getattr(part, "text", "picture") for part in parts] == ["picture", "What is this?"]
+
+
+async def test_an_answer_that_waits_for_an_image_can_be_cancelled(start: StartServer, host: str) -> None:
+    server = await start(allow_private_media=True)
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        await socket.send("conversation.item.create", item=looks_at(f"{host}/slow"))
+        await socket.send("response.create")
+        await socket.until("response.created")
+        await socket.send("response.cancel")
+        response = (await socket.until("response.done"))["response"]
+        assert (response["status"], response["usage"]["total_tokens"]) == ("cancelled", 0)
+        assert not server.bus.submissions
+
+
+async def test_an_image_that_is_deleted_before_it_came_keeps_nobody_waiting(start: StartServer, host: str) -> None:
+    server = await start(allow_private_media=True)
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        await socket.send("conversation.item.create", item=looks_at(f"{host}/slow"))
+        await socket.send("conversation.item.create", item=says("Hello"))
+        await socket.send("response.create")
+        await socket.until("response.created")
+        item_id = (await socket.until("conversation.item.added"))["item"]["id"]
+        await socket.send("conversation.item.delete", item_id=item_id)
+        await socket.until("conversation.item.deleted")
+        assert (await socket.until("response.done"))["response"]["status"] == "completed"
+        assert "error" not in socket.types() and not server.bus.submissions[-1].tensors
+
+
+async def test_many_images_on_their_way_hold_their_own_client_up(start: StartServer, host: str, gate: asyncio.Event) -> None:
+    server = await start(allow_private_media=True)
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        for _ in range(MAX_ON_THE_WAY + 1):
+            await socket.send("conversation.item.create", item=looks_at(f"{host}/slow"))
+
+        def added() -> int:
+            return socket.types().count("conversation.item.added")
+
+        await socket.until("conversation.item.added", where=lambda event: added() == MAX_ON_THE_WAY)
+        gate.set()
+        await socket.until("conversation.item.done", where=lambda event: added() == MAX_ON_THE_WAY + 1)
+        assert await pictures(server, socket) == [PNG] * (MAX_ON_THE_WAY + 1)
 
 
 async def test_the_servers_own_network_is_no_picture(server: Server, host: str) -> None:

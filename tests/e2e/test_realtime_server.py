@@ -51,7 +51,8 @@ async def test_a_cancelled_response_leaves_every_stage(probe: Server) -> None:
         await ask(socket, ENDLESS)
         await socket.until("response.output_audio.delta")
         await socket.send("response.cancel")
-        await socket.until("response.done")
+        usage = (await socket.until("response.done"))["response"]["usage"]
+        assert usage["input_tokens"] == 1 and usage["output_token_details"]["audio_tokens"] > 0
         await asyncio.to_thread(eventually, lambda: idle(probe), PATIENCE_S, "the request is gone")
         end = socket.count
         await ask(socket, "well")

@@ -18,14 +18,14 @@ MODEL = "scripted"
 PCM_CHUNK = bytes(range(256)) * 15  # 1,920 samples
 
 
-def text(piece: str, finish_reason: str | None = None) -> StreamItem:
-    payload = TextDelta(piece, (1,) if piece else (), finish_reason)  # type: ignore[arg-type]
+def text(piece: str, finish_reason: str | None = None, usage: dict[str, int] | None = None) -> StreamItem:
+    payload = TextDelta(piece, (1,) if piece else (), finish_reason, usage or {})  # type: ignore[arg-type]
     return StreamItem("thinker->client", payload, {}, finish_reason is not None)
 
 
-def audio(pcm: bytes = PCM_CHUNK, last: bool = False, spoken: int | None = None) -> StreamItem:
+def audio(pcm: bytes = PCM_CHUNK, last: bool = False, spoken: int | None = None, frames: int = 0) -> StreamItem:
     tensors = {"pcm": HostTensor("int16", (len(pcm) // 2,), memoryview(pcm))} if pcm else {}
-    return StreamItem("vocoder->client", AudioDelta(24_000, spoken), tensors, last)
+    return StreamItem("vocoder->client", AudioDelta(24_000, spoken, frames), tensors, last)
 
 
 def heard(words: str, last: bool = True) -> StreamItem:

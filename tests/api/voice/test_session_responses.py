@@ -267,6 +267,27 @@ async def test_a_failure_is_told_and_the_session_goes_on(start: StartSession, re
     assert (await done(seen, 2)).status == "completed"
 
 
+@pytest.mark.parametrize("end", ["cancelled", "failed", "calls_alone"])
+async def test_a_response_that_is_broken_off_says_what_it_used_by_then(start: StartSession, end: str) -> None:
+    prompt = {"prompt_tokens": 9, "audio_tokens": 4, "image_tokens": 2, "cached_tokens": 5}
+    seen = await start(settings={"tools": (TOOL,)} if end == "calls_alone" else {})
+    if end == "calls_alone":  # its stages go on, and their end is not waited for
+        seen.bus.script = (text(CALL, usage=prompt), text("", "stop", usage={**prompt, "completion_tokens": 12}), FOREVER)
+    else:
+        seen.bus.script = (text("Hello", usage=prompt), audio(TENTH, frames=1), text(" you"), audio(TENTH, frames=2))
+        seen.bus.script += (StageFailed("stage vocoder failed"),) if end == "failed" else (FOREVER,)
+    respond(seen)
+    if end == "cancelled":
+        await seen.until_taken(4)
+        seen.session.cancel_response()
+    response = await done(seen)
+    made = (12, 0) if end == "calls_alone" else (2, 3)
+    assert response.status == ("completed" if end == "calls_alone" else end)
+    assert response.usage == events.Usage(
+        input_text=3, input_audio=4, input_image=2, cached=5, output_text=made[0], output_audio=made[1]
+    )
+
+
 async def test_a_fault_of_ours_is_told_as_one(start: StartSession, caplog: pytest.LogCaptureFixture) -> None:
     seen = await start()
     seen.bus.script = (text("Hello"), ValueError("a secret"))

@@ -53,6 +53,7 @@ class Driver:
         self.text: dict[int, str] = {}
         self.finish: dict[int, str] = {}
         self.usage: dict[int, dict[str, int]] = {}
+        self.told: dict[int, list[dict[str, int]]] = {}  # usage so far, in each delta
         self.errors: dict[int, StageError] = {}
         self.consumed: dict[int, int] = {}
 
@@ -82,6 +83,7 @@ class Driver:
             assert number not in self.usage and number not in self.errors, "an emission after the end"
             match emission:
                 case Output(payload=TextDelta() as delta):
+                    self.told.setdefault(number, []).append(delta.usage)
                     self.ids[number] += delta.token_ids
                     self.text[number] += delta.text
                     assert emission.last == (delta.finish_reason is not None)
@@ -133,6 +135,9 @@ def test_greedy_tokens_equal_transformers(tiny_llama, model):
         assert bus.ids[number] == expected
         assert bus.finish[number] == ("stop" if expected[-1] == EOS else "length")
         assert bus.usage[number] == {"prompt_tokens": 3 + 5 * number, "completion_tokens": len(expected), "cached_tokens": 0}
+        first, *between, last = bus.told[number]
+        assert first == {"prompt_tokens": 3 + 5 * number, "cached_tokens": 0} and last == bus.usage[number]
+        assert not any(between)
         assert bus.text[number] == model.tokenizer.decode(expected, skip_special_tokens=True)
         assert bus.consumed[number] == 1
     bus.check_empty()

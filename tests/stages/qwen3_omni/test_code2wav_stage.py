@@ -56,6 +56,7 @@ class Bench:
         self.closed: set[int] = set()
         self.consumed: dict[int, int] = {}
         self.usage: dict[int, Any] = {}
+        self.told: dict[int, int] = {}  # frames, in the deltas themselves
         self.failed: dict[int, str] = {}
         self.stage.load(
             StageContext(
@@ -94,7 +95,10 @@ class Bench:
             assert request_id not in self.usage and request_id not in self.failed, "emitted after its end"
             match emission:
                 case Output(edge=edge, payload=payload, tensors=tensors, last=last):
-                    assert edge == OUT_EDGE and payload == AudioDelta(24_000) and request_id not in self.closed
+                    assert edge == OUT_EDGE and request_id not in self.closed
+                    assert isinstance(payload, AudioDelta) and payload.sample_rate == 24_000
+                    assert bool(payload.frames) == bool(tensors)
+                    self.told[request_id] = self.told.get(request_id, 0) + payload.frames
                     if tensors:
                         pcm = tensors["pcm"]
                         assert pcm.dtype == torch.int16 and pcm.ndim == 1 and pcm.numel()
@@ -169,7 +173,7 @@ def test_one_stream_is_the_one_pass_waveform(directory: pathlib.Path, expected: 
         bench.clock.now += 0.03
     assert torch.equal(bench.pcm(1), expected(codes))
     assert bench.closed == {1} and bench.consumed == {1: 60}
-    assert bench.usage == {1: {"frames": 60, "samples": 60 * 1920 - 555}}
+    assert bench.usage == {1: {"frames": 60, "samples": 60 * 1920 - 555}} and bench.told == {1: 60}
     assert bench.stage.stats().slots_used == 0 and not bench.stage.has_work()
 
 

@@ -42,6 +42,9 @@ def check(trace: Trace, expected: Expected) -> None:
         assert trace.closed(edge), edge
     assert set(trace.usage) == {"processor", "thinker", "talker"}
     assert trace.usage["thinker"]["completion_tokens"] == len(expected.text)
+    first, *between, last = [delta.usage for delta in trace.payloads("thinker->client")]
+    assert first == {name: count for name, count in last.items() if name != "completion_tokens"} and first["prompt_tokens"]
+    assert last == trace.usage["thinker"] and not any(between), "what is broken off has its figures, and they are told twice"
     assert trace.usage["talker"]["frames"] == frames.shape[1]
 
 
