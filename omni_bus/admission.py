@@ -138,7 +138,7 @@ class Admission:
         made = max(0.0, load.audio_s - before.audio_s)
         stretch.audio_s += made
         self._spoken_s += made
-        seat.makes_audio |= load.audio_s > 0.0
+        seat.makes_audio |= load.audio_s > 0.0 or load.lead_s is not None
         if seat.makes_audio:
             self._all.change(0, now)
             self._listened_s = self._all.stream_s
@@ -199,8 +199,7 @@ class Admission:
         streams = seat.tally.streams
         if not is_speech(options):
             return not seat.silent or self._rtf(replica, 0) <= self._limit
-        lead = self._lead_s(seat)
-        if lead < LOW_LEAD_S or streams + 1 > max(replica.capacity, LEAP * seat.measured):
+        if _lead_s([seat]) < LOW_LEAD_S or streams + 1 > max(replica.capacity, LEAP * seat.measured):
             return False
         unknown = streams + 1 > seat.measured + 0.5  # an average over time falls a little short of the most
         speaking = streams - seat.pending
@@ -208,7 +207,9 @@ class Admission:
             return False
         if self._rtf(replica, 1) <= self._limit:
             return True
-        return unknown and not seat.pending and lead >= TRIAL_LEAD_S and self._rtf(replica, 0) <= self._limit
+        if not unknown or seat.pending or self._rtf(replica, 0) > self._limit:
+            return False
+        return _lead_s([seat] if seat.makes_audio else self._seats.values()) >= TRIAL_LEAD_S
 
     def streams(self, replica: Replica) -> int:
         """Requests with speech that are bound to it."""
@@ -241,12 +242,6 @@ class Admission:
     def _of(self, opened: _Open) -> list[_Seat]:
         return [seat for replica in opened.replicas if (seat := self._seats.get(replica)) is not None]
 
-    def _lead_s(self, seat: _Seat) -> float:
-        """The smallest playback lead of the replica's listeners; of everybody's where it makes no audio itself; inf: nobody has one."""
-        seats = [seat] if seat.makes_audio else [other for other in self._seats.values() if other.makes_audio]
-        leads = [other.load.lead_s for other in seats if other.load is not None and other.load.lead_s is not None]
-        return min(leads, default=math.inf)
-
     def _rtf(self, replica: Replica, more: int) -> float:
         """Of a process whose every stage has so many streams more. What was not measured is not counted."""
         seats = [seat for other in replica.worker.replicas.values() if (seat := self._seats.get(other)) is not None]
@@ -268,3 +263,9 @@ class Admission:
         seat.curve.add(streams, streams * stretch.busy_s / audio_s, audio_s, active_s)
         seat.measured = max(seat.measured, streams)
         seat.stretch = _Stretch(tally.stream_s, tally.active_s, self._spoken_s, self._listened_s)
+
+
+def _lead_s(seats: Iterable[_Seat]) -> float:
+    """The smallest playback lead that any of them has told; inf where none has a listener."""
+    leads = (seat.load.lead_s for seat in seats if seat.load is not None)
+    return min((lead for lead in leads if lead is not None), default=math.inf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from omni_bus import events, routing
+from omni_bus.admission import Admission
 from omni_bus.affinity import Affinity
 from omni_bus.deployment import Deployment
 from omni_bus.events import CLIENT
@@ -15,6 +16,7 @@ class Binder:
     def __init__(self, pipeline: PipelineSpec, deployment: Deployment, registry: Registry) -> None:
         self._pipeline = pipeline
         self._config = deployment.edges
+        self._all_auto = all(edge.connector == "auto" for edge in deployment.edges.values())  # works between any two
         self._registry = registry
         self._affinity = Affinity()
 
@@ -28,12 +30,20 @@ class Binder:
         ends = (edge.name for edge in self._pipeline.edges if CLIENT in (edge.source, edge.target))
         return {name: self._config[name].credits for name in ends}
 
-    def choose(self, request: Request) -> dict[str, Replica] | str:
-        """A ready replica for every stage of the request, or the stage that has none."""
-        key = request.options.affinity
-        chosen = routing.choose(
-            self._registry, self._affinity, request.stages, key, lambda replica, others: self._fits(request, replica, others)
-        )
+    def missing(self, request: Request) -> str | None:
+        """A stage of the request that has no ready replica."""
+        return next((stage for stage in request.stages if not self._registry.ready_replicas(stage)), None)
+
+    def choose(self, request: Request, admission: Admission | None) -> dict[str, Replica] | str:
+        """A ready replica for every stage of the request, with room for it where that matters, or the stage that has none."""
+        key, options = request.options.affinity, request.options
+
+        def fits(replica: Replica, chosen: dict[str, Replica]) -> bool:
+            return (admission is None or admission.has_room(replica, options)) and (
+                self._all_auto or self._fits(request, replica, chosen)
+            )
+
+        chosen = routing.choose(self._registry, self._affinity, request.stages, key, fits)
         if not isinstance(chosen, str):
             self._affinity.note(key, chosen)
         return chosen

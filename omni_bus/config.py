@@ -30,6 +30,7 @@ from omni_bus.tcp_endpoint import TcpEndpoint
 TABLES = ("model", "api", "bus", "stages", "edges")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MPS = ("off", "auto", "on")
+FENCES = ("events", "words")
 CONNECTORS = ("auto", "inline", "local", "shm", "cuda_ipc", "tcp")
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -50,11 +51,14 @@ RULES: dict[str, Rule] = {
     "api.session_history_s": (lambda seconds: 1 <= seconds <= 86400, "from 1 to 86400"),
     "api.voice_lead_s": (lambda seconds: 0.1 <= seconds <= 60, "from 0.1 to 60"),
     "bus.max_requests": (lambda count: 1 <= count <= 1_000_000, "from 1 to 1000000"),
+    "bus.max_waiting": (lambda count: 0 <= count <= 1_000_000, "from 0 to 1000000"),
+    "bus.admit_rtf": (lambda factor: 0.0 <= factor <= 100.0, "from 0 to 100"),
     "bus.heartbeat_s": (lambda seconds: 0.05 <= seconds <= 60, "from 0.05 to 60"),
     "bus.lost_after_s": (lambda seconds: 0.1 <= seconds <= 3600, "from 0.1 to 3600"),
     "bus.step_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 (no limit) to 86400"),
     "bus.retries": (lambda count: 0 <= count <= 10, "from 0 to 10"),
     "bus.gpu_buffer_mb": (lambda size: 1 <= size <= 65536, "from 1 to 65536"),
+    "bus.gpu_fences": (lambda name: name in FENCES, f"one of {', '.join(FENCES)}"),
     "bus.mps": (lambda name: name in MPS, f"one of {', '.join(MPS)}"),
     "bus.drain_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 to 86400"),
     "bus.restart_backoff_s": (lambda seconds: 0.01 <= seconds <= 30, "from 0.01 to 30"),

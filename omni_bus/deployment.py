@@ -46,12 +46,15 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_requests: int = 256  # in flight; one more is refused as overloaded
+    max_requests: int = 256  # in flight; one more waits
+    max_waiting: int = 256  # for their turn; one more is refused as overloaded
+    admit_rtf: float = 0.9  # predicted real-time factor up to which a replica is given one more request with speech; 0 = any
     heartbeat_s: float = 2.0
     lost_after_s: float = 20.0  # without an answer a process counts as lost
     step_s: float = 60.0  # a step of a stage that takes longer hangs, and its worker is ended; 0 = none does
     retries: int = 1  # of a request whose replica was lost before any output left
     gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
+    gpu_fences: str = "events"  # events | words: what a stream waits for on a cuda_ipc edge (connectors/cuda_words.py)
     mps: str = "off"  # off | auto | on: run NVIDIA MPS for worker processes that share a GPU
     trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
     drain_s: float = 10.0  # for running requests where a replica, or the whole server on SIGTERM, is drained

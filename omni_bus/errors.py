@@ -16,23 +16,30 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     message: str
     status: int = 500
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class OmniBusError(Exception):
-    """Base of the hierarchy. `code` is stable; `status` is the HTTP status; `param` names the offending request field."""
+    """Base of the hierarchy. `code` is stable; `status` is the HTTP status; `param` names the offending request field.
+
+    `retry_after_s`: seconds after which it may be tried again, where that was computed.
+    """
 
     code = "internal_error"
     status = 500
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
         if code is not None:
             self.code = code
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(self.code, self.message, self.status, self.param)
+        return ErrorInfo(self.code, self.message, self.status, self.param, self.retry_after_s)
 
 
 class InvalidRequest(OmniBusError):
@@ -190,6 +197,7 @@ def _subclasses(cls: type[OmniBusError]) -> list[type[OmniBusError]]:
 def from_info(info: ErrorInfo) -> OmniBusError:
     """The exception of the class whose code `info` carries; the plain base class for a code this version does not know."""
     by_code = {cls.code: cls for cls in reversed(_subclasses(OmniBusError))}
-    error = by_code.get(info.code, OmniBusError)(info.message, param=info.param, code=info.code)
+    kind = by_code.get(info.code, OmniBusError)
+    error = kind(info.message, param=info.param, code=info.code, retry_after_s=info.retry_after_s)
     error.status = info.status
     return error

@@ -16,6 +16,7 @@ from omni_bus.errors import ErrorInfo
 from omni_bus.sampling import SamplingParams
 
 PROTOCOL = 1
+INTERACTIVE, BATCH = PRIORITIES = ("interactive", "batch")  # of requests
 CLIENT = "client"  # the pseudo stage at both ends of every pipeline
 
 
@@ -47,6 +48,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     sampling: dict[str, SamplingParams] = {}  # by stage name
     prepare: bool = False  # compute and keep what a later request with the same beginning needs, and make no output
+    priority: str = INTERACTIVE  # which of PRIORITIES, where requests have to wait for each other
     affinity: str = ""  # made by the API: requests with the same one go to replicas that know the earlier ones, where it pays
 
 
@@ -226,6 +228,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     restarts: int = 0
     load: StageLoad | None = None
+    streams: int = 0  # requests that end in speech, by the broker's own count
+    predicted_rtf: float | None = None  # of its process with one more of them; None: nothing was measured yet
 
 
 class Status(Event, frozen=True, kw_only=True):
@@ -237,6 +241,8 @@ class Status(Event, frozen=True, kw_only=True):
     requests: dict[str, int]  # request state → how many now
     ended: dict[str, int]  # "done", "cancelled", "failed:<code>" → how many since start
     stopping: bool = False  # nothing new is taken any more
+    waiting: dict[str, int] = {}  # priority → requests that wait for their start
+    retry_after_s: float = 0.0  # what the next request would be told if it were refused
     edge_chunks: dict[str, int] = {}
     edge_bytes: dict[str, int] = {}  # "edge|connector" → bytes of the edge that no worker sends on: the entry edge
     uptime_s: float = 0.0

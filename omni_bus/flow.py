@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from omni_bus import events
-from omni_bus.errors import ProtocolViolation, ReplicaLost
+from omni_bus.errors import Overloaded, ProtocolViolation, ReplicaLost
 from omni_bus.events import CLIENT
 from omni_bus.registry import Replica, ReplicaState, Worker
 from omni_bus.request import Edge, Frames, InputChunk, Request, RequestState, inline_only
@@ -31,11 +31,13 @@ class Flow:
         if request.state is RequestState.RUNNING:
             request.bindings[request.entry.target].unread += 1
             self._forward_input(request, seq, chunk)
-        elif request.kept is None:
+        elif request.kept is None and request.again:
             raise ReplicaLost("the process that served the request ended, and the input is too large to run it again")
+        elif request.kept is None:
+            raise Overloaded("the requests that wait have more input than there is room for; try again later")
 
     def replay(self, request: Request) -> None:
-        """Send all of the kept input to a request that was bound anew."""
+        """Send all of the kept input to a request that was bound after it had come."""
         assert request.kept is not None
         for seq, chunk in enumerate(request.kept):
             self._forward_input(request, seq, chunk)

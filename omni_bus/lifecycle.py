@@ -1,4 +1,4 @@
-"""The life of requests: admission, binding, retry, cancel, failure, the one end. No I/O, no clock.
+"""The life of requests: waiting, start, retry, cancel, failure, the one end. No I/O, no clock.
 
 A request ends once for its client and is forgotten once every stage has let go of it. What comes for it afterwards is counted
 and dropped; a tensor that comes with it is handed back to its producer.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from omni_bus import events
+from omni_bus.admission import Admission, is_speech
 from omni_bus.binding import Binder
 from omni_bus.deployment import Deployment
 from omni_bus.errors import (
@@ -24,17 +25,27 @@ from omni_bus.errors import (
     from_info,
 )
 from omni_bus.flow import Flow, Send
-from omni_bus.registry import ReplicaState, Worker
+from omni_bus.payloads import AudioDelta
+from omni_bus.registry import Replica, ReplicaState, Worker
 from omni_bus.request import Frames, InputChunk, Request, RequestState, change_state
 from omni_bus.request_table import RequestTable
 from omni_bus.spec import PipelineSpec
+from omni_bus.waiting import Waiting
+
+_SPEECH, _TEXT = events.RequestOptions(modalities=("audio",)), events.RequestOptions(modalities=("text",))
 
 
 class Lifecycle:
     """Handlers for everything that changes a request; what is to be sent goes to `send`, one line per ended request to `log`."""
 
     def __init__(
-        self, pipeline: PipelineSpec, deployment: Deployment, binder: Binder, send: Send, log: Callable[[str], None]
+        self,
+        pipeline: PipelineSpec,
+        deployment: Deployment,
+        binder: Binder,
+        send: Send,
+        log: Callable[[str], None],
+        now: float,
     ) -> None:
         self._pipeline = pipeline
         self._bus = deployment.bus
@@ -44,24 +55,36 @@ class Lifecycle:
         self._last_id = secrets.randbits(62)
         self.table = RequestTable()
         self.flow = Flow(pipeline, self.table, send)
+        self.admission = Admission(deployment.bus.admit_rtf, now)
+        self.waiting = Waiting()
+        self._audio = {edge.name for edge in pipeline.edges if edge.target == events.CLIENT and edge.payload is AudioDelta}
+        self._held_by: dict[bool, str] = {}  # is_speech → the stage that had no room for the next one of them
+        self._look = False  # something has changed since that may let a waiting request start
         self.late = 0  # events for requests that had ended
 
     # ---- from clients
 
     def submit(self, client: bytes, event: events.Submit, frames: Frames, now: float) -> None:
-        """Admit a request and start it, or tell the client why not."""
+        """Start a request, or let it wait for its turn, or tell the client why not."""
         try:
-            self._admit(event)
+            self._check(event)
             chunk = InputChunk.checked(event.refs, event.last, frames)
+            request = self._new(client, event, now, now + event.deadline_s, self._bus.retries)
+            bindings = self._turn(request, now)
         except OmniBusError as error:
             self.refuse(client, event.ticket, error)
             return
-        request = self._new(client, event, now, now + event.deadline_s, self._bus.retries)
         self.table.add(request)
-        if missing := self._bind(request, now):
-            self._fail(request, NoReadyReplica(f"no replica of stage {missing!r} is ready"), now)
+        if bindings is None:
+            self.waiting.add(request)
         else:
+            self._bind(request, bindings, now)
+            if not request.retries:
+                request.kept = None
+        try:
             self.flow.input(request, 0, chunk)
+        except OmniBusError as error:
+            self._fail(request, error, now)
 
     def refuse(self, client: bytes, ticket: int, error: OmniBusError) -> None:
         self.table.count(f"failed:{error.code}")
@@ -118,6 +141,10 @@ class Lifecycle:
             self.flow.chunk(request, worker, event, frames, now)
         except OmniBusError as error:
             self._blame(request, worker, error, now)
+        else:
+            if event.seq == 0 and event.edge in self._audio:
+                self.admission.spoke(request.id)
+                self._look = True
 
     def consumed(self, worker: Worker, event: events.Consumed, now: float) -> None:
         request = self._running(event.request)
@@ -180,6 +207,9 @@ class Lifecycle:
 
     def worker_lost(self, worker: Worker, now: float) -> None:
         """Run again what can be, fail the rest; what waited only for this worker's acknowledgement is free."""
+        for replica in worker.replicas.values():
+            self.admission.forget(replica)
+        self._look = True
         for number in sorted(worker.requests):
             request = self.table.get(number)
             assert request is not None
@@ -194,11 +224,42 @@ class Lifecycle:
             else:
                 self._fail(request, ReplicaLost(f"the process that ran stage {min(lost)!r} ended"), now)
 
-    def bind_queued(self, now: float) -> None:
-        """Start what waits, after a replica became ready."""
+    def replica_ready(self) -> None:
+        self._look = True
+
+    def observe(self, worker: Worker, loads: Iterable[events.StageLoad], now: float) -> None:
+        """A worker has told how loaded it is."""
+        for load in loads:
+            replica = worker.replicas[load.stage]
+            self.admission.observe(replica, load, now)
+            for speech, stage in self._held_by.items():
+                if load.stage == stage and self.admission.has_room(replica, _SPEECH if speech else _TEXT):
+                    self._look = True
+
+    def start_waiting(self, now: float) -> None:
+        """Start those whose turn has come, if anything has happened that may have made room."""
+        if not self._look:
+            return
+        self._look = False
+        if not self.waiting.any:
+            return
+        self._held_by.clear()
+        for request in self.waiting.again():
+            if not isinstance(bindings := self._binder.choose(request, None), str):
+                self._start_late(request, bindings, now)
+        for speech in (True, False):
+            while self._in_flight < self._bus.max_requests and (first := self.waiting.head(speech, now)) is not None:
+                bindings = self._binder.choose(first, self.admission)
+                if isinstance(bindings, str):
+                    self._held_by[speech] = bindings
+                    break
+                self._start_late(first, bindings, now)
+
+    def refuse_waiting(self, error: OmniBusError, now: float) -> None:
+        """Fail those that have not begun."""
         for request in self.table.queued():
-            if self._bind(request, now) is None:
-                self.flow.replay(request)
+            if not request.again:
+                self._fail(request, error, now)
 
     def alarm(self, now: float) -> set[bytes]:
         """Fail what is past its deadline. Returns the workers that owe an acknowledgement for too long."""
@@ -207,7 +268,8 @@ class Lifecycle:
             if request.unacknowledged:
                 overdue |= {request.bindings[stage].worker.peer for stage in request.unacknowledged}
             else:
-                self._fail(request, DeadlineExceeded(f"not finished within {request.deadline - request.arrived:.3g} s"), now)
+                what = "finished" if request.state is RequestState.RUNNING or request.again else "begun, as the server is busy,"
+                self._fail(request, DeadlineExceeded(f"not {what} within {request.deadline - request.arrived:.3g} s"), now)
         return overdue
 
     def fail_all(self, error: OmniBusError, now: float) -> None:
@@ -216,14 +278,44 @@ class Lifecycle:
 
     # ---- one request
 
-    def _admit(self, event: events.Submit) -> None:
-        if len(self.table) >= self._bus.max_requests:
-            raise Overloaded(f"{len(self.table)} requests are in flight; try again later")
+    @property
+    def _in_flight(self) -> int:
+        """Requests without those that wait for their first start."""
+        return len(self.table) - len(self.waiting)
+
+    def _turn(self, request: Request, now: float) -> dict[str, Replica] | None:
+        """What a new request is to be bound to now; None: it waits. Raises NoReadyReplica, or Overloaded where too many wait."""
+        missing = self._binder.missing(request)
+        if missing is None and self._in_flight < self._bus.max_requests and not self.waiting.behind(request, now):
+            bindings = self._binder.choose(request, self.admission)
+            if not isinstance(bindings, str):
+                return bindings
+            self._held_by[is_speech(request.options)] = bindings
+            # Without a look at who has room it is told whether there is anybody at all.
+            missing = bindings if isinstance(self._binder.choose(request, None), str) else None
+        if missing is not None:
+            raise NoReadyReplica(f"no replica of stage {missing!r} is ready")
+        if len(self.waiting) >= self._bus.max_waiting:
+            last = self.waiting.last_of_batch() if request.options.priority == events.INTERACTIVE else None
+            if last is None:
+                raise self._overloaded(self.waiting.ahead_of(request), now)
+            self._fail(last, self._overloaded(len(self.waiting), now), now)
+        return None
+
+    def _overloaded(self, ahead: int, now: float) -> Overloaded:
+        seconds = self.admission.retry_after_s(ahead, now)
+        return Overloaded(
+            f"the server has all the requests that it can carry; try again in {math.ceil(seconds)} s", retry_after_s=seconds
+        )
+
+    def _check(self, event: events.Submit) -> None:
         outputs = self._pipeline.asked_modalities
         if not event.options.modalities or not outputs.issuperset(event.options.modalities):
             raise InvalidRequest(f"modalities must be some of {', '.join(sorted(outputs))}", param="modalities")
         if not 0 < event.deadline_s < math.inf:
             raise InvalidRequest("the deadline must be a positive number of seconds", param="deadline_s")
+        if event.options.priority not in events.PRIORITIES:
+            raise InvalidRequest(f"priority must be {' or '.join(events.PRIORITIES)}", param="priority")
 
     def _new(self, client: bytes, what: events.Submit | Request, now: float, deadline: float, retries: int) -> Request:
         self._last_id += 1
@@ -240,22 +332,25 @@ class Lifecycle:
             arrived=now,
             deadline=deadline,
             retries=retries,
-            kept=[] if retries else None,
+            kept=[],
         )
 
-    def _bind(self, request: Request, now: float) -> str | None:
-        """Bind a replica of every stage and open the request there. Returns the stage that has none, and leaves it queued."""
-        bindings = self._binder.choose(request)
-        if isinstance(bindings, str):
-            return bindings
+    def _bind(self, request: Request, bindings: dict[str, Replica], now: float) -> None:
+        """Open the request at the replica chosen for every stage."""
         change_state(request, RequestState.RUNNING)
         request.bindings = bindings
-        bindings[request.entry.target].unread += request.entry.unconsumed  # of a retry: its input is sent anew
+        bindings[request.entry.target].unread += request.entry.unconsumed  # of one that waited: its input is sent then
+        self.admission.started(request.id, bindings.values(), request.options, now)
         for stage, replica in bindings.items():
             replica.outstanding += 1
             replica.worker.requests.add(request.id)
             self._send(replica.worker.peer, self._binder.open(request, stage, now), ())
-        return None
+
+    def _start_late(self, request: Request, bindings: dict[str, Replica], now: float) -> None:
+        """Start one that waited, with the input that has come meanwhile."""
+        self.waiting.discard(request)
+        self._bind(request, bindings, now)
+        self.flow.replay(request)
 
     def _complete(self, request: Request, now: float) -> None:
         for stage, replica in request.bindings.items():
@@ -283,12 +378,16 @@ class Lifecycle:
         client = self._decide(request, "retried")
         assert client is not None and request.kept is not None
         again = self._new(client, request, request.arrived, request.deadline, request.retries - 1)
+        again.again = True
         again.kept, request.kept = request.kept, None
         again.entry.resume(request.entry)
         self.table.add(again)
         self._let_go(request, RequestState.FAILING, now)
-        if self._bind(again, now) is None:
-            self.flow.replay(again)
+        bindings = self._binder.choose(again, None)  # it has been let in once
+        if isinstance(bindings, str):
+            self.waiting.add(again)
+        else:
+            self._start_late(again, bindings, now)
 
     def _let_go(self, request: Request, state: RequestState, now: float) -> None:
         """Ask every bound stage to free what it holds; `_settle` ends the request when all have answered."""
@@ -321,6 +420,9 @@ class Lifecycle:
     def _end(self, request: Request, now: float) -> None:
         change_state(request, RequestState.ENDED)
         self.table.remove(request)
+        self.waiting.discard(request)
+        self.admission.ended(request.id, now, drained=request.outcome != "retried")
+        self._look = True
         for stage, replica in request.bindings.items():
             replica.worker.requests.discard(request.id)
             if replica.state is ReplicaState.LOST:

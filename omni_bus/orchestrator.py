@@ -56,7 +56,7 @@ class Orchestrator:
         self._clients: dict[bytes, Client] = {}
         self.registry = Registry(deployment)
         self._binder = Binder(pipeline, deployment, self.registry)
-        self.lifecycle = Lifecycle(pipeline, deployment, self._binder, self._send, log)
+        self.lifecycle = Lifecycle(pipeline, deployment, self._binder, self._send, log, now)
         self._changed = False  # a replica's state, since the watchers were last told
         self._clock_changes = 0
         self._drains = Drains()
@@ -233,13 +233,14 @@ class Orchestrator:
                 self._drain(worker, self._drain_s, now)
             case events.Heartbeat():
                 self.registry.heartbeat(worker, event.loads)
+                self.lifecycle.observe(worker, event.loads, now)
             case events.Load():
                 self._changed |= self.registry.load(worker, event)
             case events.Ready():
                 if self.registry.ready(worker, event):
                     self._log(f"stage {event.stage} is ready on {worker.name}")
                     self._changed = True
-                    self.lifecycle.bind_queued(now)
+                    self.lifecycle.replica_ready()
             case _:
                 raise ProtocolViolation(f"{type(event).__name__} is not for a worker to send")
 
@@ -303,6 +304,7 @@ class Orchestrator:
             self._stop_at = min(self._stop_at, now + grace_s)
             return
         self._stop_at = now + grace_s
+        self.lifecycle.refuse_waiting(ShuttingDown("the server is shutting down"), now)
         for worker in self.registry:
             if worker.attached:
                 self.registry.drain(worker)
@@ -326,15 +328,18 @@ class Orchestrator:
 
     def _status(self, query: int, now: float) -> events.Status:
         missing = self.registry.missing()
+        admission, waiting = self.lifecycle.admission, self.lifecycle.waiting
         return events.Status(
             query=query,
             pipeline=self._pipeline.name,
             ready=not missing and self._stop_at is None,
             missing=missing,
-            replicas=self.registry.statuses(),
+            replicas=self.registry.statuses(lambda replica: (admission.streams(replica), admission.predicted_rtf(replica))),
             requests=self.lifecycle.table.states(),
             ended=dict(self.lifecycle.table.ended),
             stopping=self._stop_at is not None,
+            waiting=waiting.by_priority(),
+            retry_after_s=admission.retry_after_s(len(waiting), now),
             edge_chunks=dict(self.lifecycle.flow.edge_chunks),
             edge_bytes={f"{self._pipeline.entry.name}|inline": self.lifecycle.flow.input_bytes},
             uptime_s=now - self._started,
@@ -344,6 +349,7 @@ class Orchestrator:
         self._out.append((peer, event, frames))
 
     def _flush(self, now: float) -> list[Message]:
+        self.lifecycle.start_waiting(now)
         self._advance_drains(now)
         self._advance_stop(now)
         if self._changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from omni_bus.attach import is_remote
 from omni_bus.deployment import Deployment
@@ -112,6 +112,8 @@ class Registry:
         self._stages = tuple(deployment.stages)
         self._expected: set[str] = set()
         self._workers: dict[bytes, Worker] = {}
+        # By stage, so that routing a request looks at no more than it can choose from. Dicts: sets without an order of their own.
+        self._ready: dict[str, dict[Replica, None]] = {stage: {} for stage in self._stages}
         for name, stages in deployment.workers().items():
             worker = Worker(name)
             worker.replicas = {stage: Replica(stage, worker, deployment.stages[stage].devices[0]) for stage in stages}
@@ -123,6 +125,9 @@ class Registry:
 
     def get(self, peer: bytes) -> Worker | None:
         return self._workers.get(peer)
+
+    def ready_replicas(self, stage: str) -> Collection[Replica]:
+        return self._ready[stage]
 
     def expect(self, event: Expect) -> None:
         """A worker of this name is to come. ProtocolViolation for one that is attached, or for a stage the pipeline lacks."""
@@ -171,6 +176,7 @@ class Registry:
         if replica.state is not ReplicaState.LOADING:
             return False
         replica.state = ReplicaState.READY
+        self._ready[replica.stage][replica] = None
         replica.capacity, replica.progress, replica.detail = event.capacity, 1.0, ""
         return True
 
@@ -182,25 +188,29 @@ class Registry:
         for replica in worker.replicas.values():
             if replica.state is ReplicaState.READY:
                 replica.state = ReplicaState.DRAINING
+                del self._ready[replica.stage][replica]
 
     def lose(self, worker: Worker) -> None:
         for replica in worker.replicas.values():
             replica.state = ReplicaState.LOST
+            self._ready[replica.stage].pop(replica, None)
             replica.progress, replica.outstanding, replica.unread, replica.load = 0.0, 0, 0, None
         if worker.name not in self._expected:
             del self._workers[worker.peer]
 
     def missing(self) -> tuple[str, ...]:
         """Stages without a ready replica."""
-        ready = {r.stage for worker in self for r in worker.replicas.values() if r.state is ReplicaState.READY}
-        return tuple(stage for stage in self._stages if stage not in ready)
+        return tuple(stage for stage in self._stages if not self._ready[stage])
 
     def silent_at(self, lost_after_s: float) -> float | None:
         """When the first worker counts as lost if nothing more is heard of any."""
         heard = [worker.heard for worker in self if worker.must_be_heard]
         return min(heard) + lost_after_s if heard else None
 
-    def statuses(self) -> tuple[ReplicaStatus, ...]:
+    def statuses(
+        self, carried: Callable[[Replica], tuple[int, float | None]] = lambda _: (0, None)
+    ) -> tuple[ReplicaStatus, ...]:
+        """`carried`: a replica's streams and its predicted real-time factor."""
         by_stage = {stage: index for index, stage in enumerate(self._stages)}
         replicas = [replica for worker in self for replica in worker.replicas.values()]
         replicas.sort(key=lambda replica: (by_stage[replica.stage], replica.worker.number, replica.worker.name))
@@ -217,8 +227,11 @@ class Registry:
                 requests=replica.outstanding,
                 restarts=replica.worker.restarts,
                 load=replica.load,
+                streams=streams,
+                predicted_rtf=rtf,
             )
             for replica in replicas
+            for streams, rtf in (carried(replica),)
         )
 
 

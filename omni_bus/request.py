@@ -15,7 +15,7 @@ Frames = Sequence[Frame]  # payload frames, passed on as they came and never loo
 
 
 class RequestState(enum.Enum):
-    QUEUED = "queued"  # waits for a ready replica of every stage; holds its input, nothing elsewhere
+    QUEUED = "queued"  # waits for its turn, or for a ready replica of every stage; holds its input, nothing elsewhere
     RUNNING = "running"  # bound to replicas; chunks flow
     CANCELLING = "cancelling"  # the client is told when every stage has let go
     FAILING = "failing"  # the client has been told (or a retry has taken over); stages still have to let go
@@ -115,6 +115,7 @@ class Request:
     first_chunks: dict[str, float] = dataclasses.field(default_factory=dict)  # edge → seconds since `arrived`
     kept: list[InputChunk] | None = dataclasses.field(default_factory=list)  # None: cannot be run again
     first_output: float | None = None
+    again: bool = False  # it was running before, and its worker died
     outcome: str = ""  # "done", "cancelled", "failed:CODE", "retried": decided when the client's end is
 
     def replica(self, stage: str, worker: object) -> Replica:

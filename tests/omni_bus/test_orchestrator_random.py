@@ -15,7 +15,7 @@ import pytest
 from omni_bus import events
 from omni_bus.deployment import BusConfig
 from omni_bus.errors import ErrorInfo, ProtocolViolation
-from omni_bus.events import RequestOptions, StageReplica
+from omni_bus.events import RequestOptions, StageLoad, StageReplica
 from omni_bus.orchestrator import Message
 from tests.support.bus_script import Bus, deployment
 
@@ -42,6 +42,7 @@ class Worker:
         self.outbox: Outbox = collections.deque()
         self.rows: dict[int, Row] = {}
         self.gone: set[int] = set()  # requests that were closed or cancelled here
+        self.busy_s = self.audio_s = 0.0
         replica = StageReplica(self.stage, "cpu", 4)
         self.outbox.append(events.Register(worker=name, pid=1, host="h", boot="b", replicas=(replica,)))
         self.outbox.append(events.Ready(self.stage, 4))
@@ -70,7 +71,9 @@ class Worker:
                     self.rows[request].credits[event.edge] += event.count
 
     def step(self, mischief: bool) -> None:
-        """Do one thing for one of the requests."""
+        """Do one thing for one of the requests, or tell some load."""
+        if mischief and self.chance.random() < 0.1:
+            self.tell()
         rows = [(request, row) for request, row in self.rows.items() if not row.done]
         if not rows:
             return
@@ -84,6 +87,13 @@ class Worker:
             self.outbox.append(events.Done(request, self.stage, {"n": 1}))
         elif all(row.credits.values()) and (self.stage == "source" or row.to_pass_on or self.at_end(row)):
             self.write(request, row)
+
+    def tell(self) -> None:
+        self.busy_s += self.chance.random()
+        self.audio_s += self.chance.random() * (self.stage == "sink")
+        lead = self.chance.choice([None, -1.0, 3.0]) if self.stage == "sink" else None
+        load = StageLoad(stage=self.stage, busy_s=self.busy_s, audio_s=self.audio_s, lead_s=lead)
+        self.outbox.append(events.Heartbeat((load,)))
 
     def at_end(self, row: Row) -> bool:
         read_all = row.input_closed and not row.unread and not row.to_pass_on
@@ -185,13 +195,14 @@ class Client:
         if not last:
             self.to_append[ticket] = 1, 3
         deadline = self.chance.choice([3.0, 1000.0, 1000.0])
-        self.outbox.append(events.Submit(ticket, "", RequestOptions(modalities=modalities), deadline, (), last))
+        options = RequestOptions(modalities=modalities, priority=self.chance.choice(events.PRIORITIES))
+        self.outbox.append(events.Submit(ticket, "", options, deadline, (), last))
 
 
 class World:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        bus_config = BusConfig(max_requests=6, lost_after_s=100.0, step_s=0.0, retries=2)
+        bus_config = BusConfig(max_requests=6, max_waiting=2, lost_after_s=100.0, step_s=0.0, retries=2)
         self.bus = Bus(deployment(bus=bus_config, replicas={"source": 2, "relay": 2}), ready=False)
         self.workers = {name: Worker(name, self.chance) for name in self.bus.plan.workers()}
         self.clients = {f"client{n}": Client(self.chance) for n in range(2)}

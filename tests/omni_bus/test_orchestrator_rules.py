@@ -331,7 +331,7 @@ def test_a_label_reaches_the_log_only_and_only_tame() -> None:
 
 
 def test_a_request_too_many_is_refused_as_overloaded() -> None:
-    bus = Bus(deployment(bus=BusConfig(max_requests=1)))
+    bus = Bus(deployment(bus=BusConfig(max_requests=1, max_waiting=0)))
     bus.run(
         OPEN_TEXT
         + """

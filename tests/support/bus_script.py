@@ -97,8 +97,11 @@ class Bus:
         assert table._by_ticket == {}
         assert table._kept_bytes == 0
         assert table.next_alarm() is None
+        assert not lifecycle.waiting.any
+        assert lifecycle.admission._open == {}
         for worker in self.orchestrator.registry:
             assert worker.requests == set()
+            assert [lifecycle.admission.streams(replica) for replica in worker.replicas.values()] == [0] * len(worker.replicas)
             assert [(replica.outstanding, replica.unread) for replica in worker.replicas.values()] == [(0, 0)] * len(
                 worker.replicas
             )
@@ -129,7 +132,11 @@ class Bus:
             case "submit":
                 deadline = float(rest[rest.index("deadline") + 1]) if "deadline" in rest else 300.0
                 session = rest[rest.index("session") + 1] if "session" in rest else ""
-                options = RequestOptions(modalities=("text", "audio") if rest[1] == "audio" else (rest[1],), affinity=session)
+                options = RequestOptions(
+                    modalities=("text", "audio") if rest[1] == "audio" else (rest[1],),
+                    affinity=session,
+                    priority="batch" if "batch" in rest else "interactive",
+                )
                 return events.Submit(first, "a label", options, deadline, (), "more" not in rest)
             case "append":
                 return events.Append(first, int(rest[1]), (), last)
