@@ -6,7 +6,9 @@ import { Dialogue } from "./dialogue.js";
 import { readPicture } from "./picture.js";
 import { Pipeline } from "./pipeline.js";
 import { Server } from "./server.js";
+import { ServerPanel } from "./server_panel.js";
 import { Settings } from "./settings.js";
+import { StatusFeed } from "./status_feed.js";
 import { animate, Strip } from "./strip_chart.js";
 import { TalkButton } from "./talk_button.js";
 import { Timing } from "./timing.js";
@@ -50,11 +52,15 @@ const dialogue = new Dialogue({
   onError: alertUser,
   onTruncated: (ms) => (page.dataset.truncatedMs = ms),
 });
-const pipeline = new Pipeline({
-  list: at("stages"),
-  drawing: document.querySelector("#pipeline svg"),
-  note: at("pipeline-note"),
-  server,
+const pipeline = new Pipeline({ list: at("stages"), drawing: document.querySelector("#pipeline svg") });
+const serverPanel = new ServerPanel({ figures: at("server-figures"), rows: at("replicas") });
+const feed = new StatusFeed(server, {
+  show: (status) => {
+    write("pipeline-note", "");
+    pipeline.show(status);
+    serverPanel.show(status);
+  },
+  fail: (error) => write("pipeline-note", error.message),
 });
 
 // ---- how things stand
@@ -218,7 +224,7 @@ async function load() {
   at("attach").hidden = !sees;
   at("speak").disabled = !model.input_modalities.includes("audio");
   show();
-  pipeline.poll();
+  feed.start();
 }
 
 settings.show();

@@ -1,42 +1,21 @@
 // The pipeline as /v1/status tells of it: each stage with its queue and replicas, and the edges between them, lit where chunks flow.
 
+import { element } from "./dom.js";
+
 const SVG = "http://www.w3.org/2000/svg";
-const POLL_MS = 1000;
 const LANE = 9; // pixels between two edges that pass by stages
 const SHOWN = 12; // requests drawn one by one
 
 export class Pipeline {
-  /** `list`: an <ol> of stages; `drawing`: an <svg> in the gutter to its left; `note`: where a failure to ask is told. */
-  constructor({ list, drawing, note, server }) {
-    Object.assign(this, { list, drawing, note, server });
+  /** `list`: an <ol> of stages; `drawing`: an <svg> in the gutter to its left. */
+  constructor({ list, drawing }) {
+    Object.assign(this, { list, drawing });
     this.chunks = null; // edge → chunks so far
     this.status = null;
-    this.timer = null;
     new ResizeObserver(() => this.#drawEdges()).observe(list);
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.pause() : this.poll()));
   }
 
-  pause() {
-    clearTimeout(this.timer);
-    this.timer = null;
-  }
-
-  /** Asks now, and a second after each answer, until the page is hidden. */
-  async poll() {
-    this.pause();
-    if (document.hidden) return;
-    const mine = (this.timer = setTimeout(() => {}, 0)); // whoever polls or pauses meanwhile takes over
-    try {
-      this.#show(await this.server.status());
-      this.note.textContent = "";
-    } catch (error) {
-      this.note.textContent = error.message;
-      if (error.status === 401) return; // until there is another key
-    }
-    if (this.timer === mine) this.timer = setTimeout(() => this.poll(), POLL_MS);
-  }
-
-  #show(status) {
+  show(status) {
     const before = this.chunks;
     this.chunks = status.edge_chunks;
     this.flowing = new Set(Object.keys(this.chunks).filter((edge) => before && this.chunks[edge] > (before[edge] ?? 0)));
@@ -75,13 +54,6 @@ export class Pipeline {
 
 function middle(row) {
   return row.offsetTop + row.offsetHeight / 2;
-}
-
-function element(tag, className, text) {
-  const made = document.createElement(tag);
-  made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
 }
 
 function end(who, does) {

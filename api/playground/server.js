@@ -1,5 +1,7 @@
 // The server over plain HTTP: its model, how it stands, and what it says of a refusal.
 
+const AWAY = "The server does not answer. Is it running?";
+
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -19,28 +21,38 @@ export class Server {
     this.key = key;
   }
 
-  async #get(path) {
+  async #ask(path, signal) {
     let answer;
     try {
-      answer = await fetch(path, { headers: authorization(this.key) });
+      answer = await fetch(path, { headers: authorization(this.key), signal });
     } catch {
-      throw new Refused(0, "The server does not answer. Is it running?");
+      throw new Refused(0, AWAY);
     }
+    if (answer.ok) return answer;
     const body = await answer.json().catch(() => null);
     if (answer.status === 401) throw new Refused(401, this.key ? "The server does not know this API key." : "This server asks for an API key.");
-    if (!answer.ok) throw new Refused(answer.status, body?.error?.message ?? `The server answered with ${answer.status}.`);
-    return body;
+    throw new Refused(answer.status, body?.error?.message ?? `The server answered with ${answer.status}.`);
   }
 
   /** Raises Refused. */
   async loadModel() {
-    this.model = (await this.#get("v1/models")).data[0];
+    const answer = await this.#ask("v1/models");
+    this.model = (await answer.json()).data[0];
     return this.model;
   }
 
-  /** Raises Refused. */
-  status() {
-    return this.#get("v1/status");
+  /** The server's status again and again, until `signal` or the server ends it. Raises Refused. */
+  async *watch(seconds, signal) {
+    const answer = await this.#ask(`v1/status/watch?interval=${seconds}`, signal);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    while (true) {
+      const { done, value } = await reader.read().catch(() => ({ done: true }));
+      if (done) return;
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) yield JSON.parse(event.replace(/^data: /, ""));
+    }
   }
 }
 
@@ -56,7 +68,7 @@ export async function explain(address, key) {
     const onlyForSockets = answer.status === 400 || answer.status === 426;
     return onlyForSockets ? unexplained(key) : (await answer.json()).error.message;
   } catch {
-    return "The server does not answer. Is it running?";
+    return AWAY;
   }
 }
 

@@ -247,10 +247,42 @@ def test_a_hidden_page_asks_nothing(probe: Server, chrome: Browser) -> None:
         asked = len(seen.requests)
         seen.page.wait_for_timeout(2_500)
         assert len(seen.requests) == asked
-        with seen.page.expect_request("**/v1/status"):
+        eventually(lambda: in_flight(probe) == 1, 60, "nobody but the scrape itself has a connection")
+        with seen.page.expect_request("**/v1/status/watch?*"):
             seen.page.evaluate(hide, False)
-        with seen.page.expect_request("**/v1/status"):
-            pass
+        follows = seen.page.text_content("#server-figures dd")
+        seen.until("(was) => document.querySelector('#server-figures dd').textContent !== was", follows, why="it follows again")
+
+
+def in_flight(server: Server) -> float:
+    return float(
+        next(line for line in metrics(server).splitlines() if line.startswith("omni_bus_requests_in_flight ")).split()[1]
+    )
+
+
+def test_the_server_panel_opens_and_follows_the_server(probe: Server, chrome: Browser) -> None:
+    ended = "() => document.querySelectorAll('#server-figures dd')[2].textContent"
+    with visit(chrome, probe.url) as seen:
+        page = seen.page
+        seen.until("() => document.querySelectorAll('#replicas tr').length === 3")
+        assert page.is_hidden("#server-figures")
+        page.focus("#server-panel summary")
+        page.keyboard.press("Enter")
+        assert page.is_visible("#server-figures") and page.is_visible("#replicas")
+        rows = page.locator("#replicas th").all_inner_texts()
+        assert [row.split("\n")[0] for row in rows] == ["source.0", "relay.0", "sink.0"]
+        assert all(row.split("\n")[1].startswith("ready · cpu · ") for row in rows)
+        assert page.inner_text("#server-figures dd >> nth=0").startswith("ready, up ")
+        before = page.evaluate(ended)
+        write(seen, "one two three")
+        seen.until_turn("assistant", "three")
+        seen.until(
+            "(was) => document.querySelectorAll('#server-figures dd')[2].textContent !== was", before, why="one more has ended"
+        )
+        seen.until("() => / ms$/.test(document.querySelectorAll('#server-figures dd')[3].textContent)", why="a TTFP")
+        page.focus("#server-panel summary")
+        page.keyboard.press("Tab")
+        assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "Replicas"
 
 
 def test_a_key_is_asked_for_and_opens_the_page(serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path) -> None:
@@ -297,9 +329,18 @@ def test_a_key_that_a_browser_cannot_send_is_told_and_another_one_taken(
         seen.until("() => document.querySelector('#alert p').textContent.includes('check what you have pasted')")
 
 
-def test_a_server_that_goes_away_is_told_in_words(serve: Callable[..., Server], chrome: Browser) -> None:
+def test_a_replica_that_dies_and_a_server_that_goes_away_are_told(serve: Callable[..., Server], chrome: Browser) -> None:
     server = serve("probe.toml")
-    with visit(chrome, server.url, allowed=("ERR_CONNECTION_REFUSED", "WebSocket connection")) as seen:
+    phone = {"width": WIDTHS["phone"][0], "height": WIDTHS["phone"][1]}
+    last = "([state, again]) => { const row = document.querySelectorAll('#replicas tr')[2]; \
+        return row?.querySelector('span').className === state && row.lastChild.textContent === again; }"
+    allowed = ("ERR_CONNECTION_REFUSED", "WebSocket connection")
+    with visit(chrome, server.url, allowed=allowed, viewport=phone) as seen:
+        seen.page.click("#server-panel summary")
+        seen.until(last, ["ready", "0"])
+        server.processes()["sink.0"].kill()
+        seen.until(last, ["ready", "1"], why="it was started again, and the page has followed")
+        assert seen.page.evaluate("() => document.documentElement.scrollWidth") == phone["width"]
         write(seen, "one two")
         seen.until_turn("assistant", "two")
         server.stop()
@@ -434,6 +475,7 @@ def talked(probe: Server, chrome: Browser) -> Iterator[Callable[..., Visit]]:
             seen.until_turn("assistant", "three")
             seen.until_state("ready")
             seen.until("() => document.querySelectorAll('.stage').length === 3")
+            seen.page.click("#server-panel summary")
             return seen
 
         yield open_page
