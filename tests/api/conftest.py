@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,6 +18,8 @@ from omni_bus.payloads import ChatInput, InputTranscript
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
 from tests.support.scripted_bus import MODEL, ScriptedBus
+
+PATIENCE_S = 60.0
 
 
 def pipeline(
@@ -68,6 +71,12 @@ class Server:
         async with self.http.get(f"{self.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
+
+    async def until_metric(self, name: str, value: float) -> None:
+        """An answer may be read, or a stream cancelled, a moment before its handler has counted it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.metric(name) != value:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 StartServer = Callable[..., Awaitable[Server]]

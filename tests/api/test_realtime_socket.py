@@ -16,7 +16,7 @@ from tests.api.conftest import Server, StartServer
 from tests.support.realtime_events import EventChecker
 from tests.support.scripted_bus import FOREVER, MODEL, audio, text
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 PCM = b"\x01\x00" * 4800
 
 

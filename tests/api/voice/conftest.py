@@ -26,7 +26,7 @@ from omni_bus.spec import EdgeSpec, PipelineSpec, StageSpec
 from tests.support.scripted_bus import ScriptedBus
 
 EventT = TypeVar("EventT", bound=SessionEvent)
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def voice_pipeline(*, ear: bool) -> PipelineSpec:

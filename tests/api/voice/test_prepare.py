@@ -11,7 +11,7 @@ import pytest
 
 from omni_bus.api.voice.prepare import REACH, WINDOW, Preparer
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Bus:
