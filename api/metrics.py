@@ -216,6 +216,9 @@ class _BusCollector(Collector):
                 ("slots_used", "State slots in use."),
                 ("slots_total", "State slots there are."),
                 ("segments_used", "Connector slots handed out."),
+                ("streams", "Requests that end in speech, bound to the replica."),
+                ("playback_lead_seconds", "Smallest lead of the answers that are being spoken: audio sent minus time since."),
+                ("predicted_rtf", "Real-time factor of the replica's process with one more spoken answer."),
             )
         }
         ready = GaugeMetricFamily("omni_bus_stage_ready", "1 if the replica takes requests.", labels=per_replica)
@@ -225,6 +228,7 @@ class _BusCollector(Collector):
         cached = CounterMetricFamily(
             "omni_bus_stage_prompt_cached", "Prompt positions whose KV was there already.", labels=per_replica
         )
+        audio = CounterMetricFamily("omni_bus_stage_audio_seconds", "Audio sent to clients.", labels=per_replica)
         restarts = CounterMetricFamily("omni_bus_stage_restarts", "Times the worker was started again.", labels=per_replica)
         per_edge = ["edge", "connector", "worker"]
         chunks = CounterMetricFamily("omni_bus_edge_chunks", "Chunks sent.", labels=per_edge)
@@ -234,8 +238,14 @@ class _BusCollector(Collector):
             ready.add_metric(where, float(replica.state == "ready"))
             restarts.add_metric(where, replica.restarts)
             load = replica.load
+            gauges["streams"].add_metric(where, replica.streams)
+            if replica.predicted_rtf is not None:
+                gauges["predicted_rtf"].add_metric(where, replica.predicted_rtf)
             if load is None:
                 continue
+            if load.lead_s is not None:
+                gauges["playback_lead_seconds"].add_metric(where, load.lead_s)
+            audio.add_metric(where, load.audio_s)
             values = {
                 "queue": load.waiting,
                 "running": load.running,
@@ -263,11 +273,19 @@ class _BusCollector(Collector):
         requests = GaugeMetricFamily("omni_bus_broker_requests", "Requests at the broker by state.", labels=["state"])
         for state, count in self.status.requests.items():
             requests.add_metric([state], count)
+        waiting = GaugeMetricFamily("omni_bus_broker_waiting", "Requests that wait for their start.", labels=["priority"])
+        for priority, count in self.status.waiting.items():
+            waiting.add_metric([priority], count)
+        retry_after = GaugeMetricFamily(
+            "omni_bus_broker_retry_after_seconds",
+            "What a request is told that is refused now; 0: none would be.",
+            value=self.status.retry_after_s,
+        )
         ended = CounterMetricFamily("omni_bus_broker_ended", "Requests ended since the broker's start.", labels=["how"])
         for how, count in self.status.ended.items():
             ended.add_metric([how], count)
         edge_chunks = CounterMetricFamily("omni_bus_broker_edge_chunks", "Chunks that passed the broker.", labels=["edge"])
         for edge, count in self.status.edge_chunks.items():
             edge_chunks.add_metric([edge], count)
-        yield from (ready, *gauges.values(), steps, busy, computed, cached)
-        yield from (restarts, chunks, sent, requests, ended, edge_chunks)
+        yield from (ready, *gauges.values(), steps, busy, computed, cached, audio)
+        yield from (restarts, chunks, sent, requests, waiting, retry_after, ended, edge_chunks)

@@ -30,6 +30,10 @@ def _of(what: str) -> Callable[[Json, Json], str]:
     return cell
 
 
+def _figure(form: str, value: float | None) -> str:
+    return "-" if value is None else form.format(value)
+
+
 def _busy(replica: Json, load: Json) -> str:
     share = load.get("busy")  # of the time since the last look: `shares`
     return f"{load.get('busy_s', 0.0):.1f} s" if share is None else f"{share:.0%}"
@@ -38,18 +42,21 @@ def _busy(replica: Json, load: Json) -> str:
 COLUMNS = (
     Column("stage", lambda replica, load: str(replica["stage"]), rank=1, number=False),
     Column("worker", lambda replica, load: str(replica["worker"]), number=False),
-    Column("host", lambda replica, load: str(replica["host"]), rank=11, number=False),
-    Column("pid", lambda replica, load: str(replica["pid"]), rank=13),
+    Column("host", lambda replica, load: str(replica["host"]), rank=13, number=False),
+    Column("pid", lambda replica, load: str(replica["pid"]), rank=16),
     Column("device", lambda replica, load: str(replica["device"]), rank=7, number=False),
     Column("state", _state, number=False),
     Column("requests", lambda replica, load: str(replica.get("requests", 0)), rank=9),
     Column("waiting", lambda replica, load: str(load.get("waiting", 0)), rank=3),
-    Column("queued", lambda replica, load: str(load.get("queued", 0)) if load.get("per_step") else "-", rank=10),
+    Column("queued", lambda replica, load: str(load.get("queued", 0)) if load.get("per_step") else "-", rank=12),
     Column("running", lambda replica, load: str(load.get("running", 0))),
     Column("batch", lambda replica, load: str(load.get("batch", 0)), rank=8),
+    Column("streams", lambda replica, load: str(replica.get("streams", 0)), rank=14),
+    Column("lead", lambda replica, load: _figure("{:.1f} s", load.get("lead_s")), rank=5),
+    Column("next rtf", lambda replica, load: _figure("{:.2f}", replica.get("predicted_rtf")), rank=10),
     Column("busy", _busy, rank=6),
     Column("kv", _of("kv_blocks"), rank=4),
-    Column("slots", _of("slots"), rank=12),
+    Column("slots", _of("slots"), rank=15),
     Column("restarts", lambda replica, load: str(replica.get("restarts", 0)), rank=2),
 )
 
@@ -89,6 +96,10 @@ def headline(status: Json) -> str:
 def summary(status: Json) -> Iterator[tuple[str, str]]:
     """(what, its figures), for the server as a whole."""
     yield "requests", f"now: {_counts(status['requests'])};  ended: {_counts(status['ended'])}"
+    waiting = status.get("waiting") or {}
+    if any(waiting.values()):
+        told = f"; one more is told to come back in {status['retry_after_s']:.0f} s" if status.get("retry_after_s") else ""
+        yield "waiting", f"for their start: {_counts(waiting)}{told}"
     recent = status["recent"]
     ttfp, rtf, underrun = recent["ttfp_s"], recent["rtf"], recent["underrun"]
     if ttfp is None:

@@ -17,13 +17,14 @@ export class ServerPanel {
   }
 }
 
-function serverFigures({ ready, missing, stopping, uptime_s, requests, ended, recent }) {
+function serverFigures({ ready, missing, stopping, uptime_s, requests, waiting, ended, recent }) {
   const state = stopping ? "draining" : ready ? "ready" : `not ready: ${missing.join(", ")}`;
   const { ttfp_s: ttfp, rtf, underrun } = recent;
   const silence = underrun.count ? `, ${underrun.seconds.toFixed(2)} s` : "";
   return [
     ["State", `${state}, up ${duration(uptime_s)}`],
     ["Requests now", counts(requests)],
+    ["Waiting for their start", counts(waiting ?? {})],
     ["Ended", counts(ended)],
     [`TTFP, p50 · p95`, ttfp ? `${Math.round(ttfp.p50 * 1e3)} · ${Math.round(ttfp.p95 * 1e3)} ms` : "–"],
     [`RTF, p50 · p95`, rtf ? `${rtf.p50.toFixed(2)} · ${rtf.p95.toFixed(2)}` : "–"],
@@ -70,7 +71,8 @@ function replicaRow({ stage, worker, host, device, state, progress, restarts, lo
   head.append(element("span", state, `${state}${loading} · ${device} · ${host}`));
   const { waiting = 0, running = 0, batch = 0, kv_blocks_used: used = 0, kv_blocks_total: total = 0 } = load ?? {};
   const percent = (part) => `${Math.round(part * 100)} %`;
-  const cells = [waiting, running, batch, busy === null ? "–" : percent(busy), total ? percent(used / total) : "–", restarts];
+  const lead = load?.lead_s ?? null;
+  const cells = [waiting, running, batch, busy === null ? "–" : percent(busy), total ? percent(used / total) : "–", lead === null ? "–" : `${lead.toFixed(1)} s`, restarts];
   row.append(head, ...cells.map((text) => element("td", "", text)));
   return row;
 }

@@ -261,7 +261,7 @@ def in_flight(server: Server) -> float:
 
 
 def test_the_server_panel_opens_and_follows_the_server(probe: Server, chrome: Browser) -> None:
-    ended = "() => document.querySelectorAll('#server-figures dd')[2].textContent"
+    ended = "() => document.querySelectorAll('#server-figures dd')[3].textContent"
     with visit(chrome, probe.url) as seen:
         page = seen.page
         seen.until("() => document.querySelectorAll('#replicas tr').length === 3")
@@ -277,9 +277,9 @@ def test_the_server_panel_opens_and_follows_the_server(probe: Server, chrome: Br
         write(seen, "one two three")
         seen.until_turn("assistant", "three")
         seen.until(
-            "(was) => document.querySelectorAll('#server-figures dd')[2].textContent !== was", before, why="one more has ended"
+            "(was) => document.querySelectorAll('#server-figures dd')[3].textContent !== was", before, why="one more has ended"
         )
-        seen.until("() => / ms$/.test(document.querySelectorAll('#server-figures dd')[3].textContent)", why="a TTFP")
+        seen.until("() => / ms$/.test(document.querySelectorAll('#server-figures dd')[4].textContent)", why="a TTFP")
         page.focus("#server-panel summary")
         page.keyboard.press("Tab")
         assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "Replicas"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -33,6 +34,8 @@ def replica(
         "progress": 0.45,
         "requests": 2,
         "restarts": 0,
+        "streams": 2,
+        "predicted_rtf": 0.84,
         "load": load,
         **said,
     }
@@ -63,6 +66,7 @@ LOAD = {
     "busy_s": 5.0,
     "kv_blocks_used": 95,
     "kv_blocks_total": 100,
+    "lead_s": 1.234,
 }
 SPOKEN = {
     "window_s": 300.0,
@@ -83,7 +87,7 @@ def cells(text: str) -> dict[str, str]:
     """Column → cell, of the first replica in the lines of `omni-bus status`, whose columns are aligned to the left."""
     lines = text.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("stage"))
-    names = lines[at].split()
+    names = re.split(r"  +", lines[at].strip())
     starts = [lines[at].index(name) for name in names]
     ends = [*starts[1:], None]
     return {name: lines[at + 1][start:end].strip() for name, start, end in zip(names, starts, ends, strict=True)}
@@ -103,6 +107,9 @@ def test_every_figure_of_a_replica_has_its_column() -> None:
         "queued": "96",
         "running": "3",
         "batch": "2",
+        "streams": "2",
+        "lead": "1.2 s",
+        "next rtf": "0.84",
         "busy": "5.0 s",
         "kv": "95/100",
         "slots": "-",
@@ -122,6 +129,8 @@ def test_the_server_as_a_whole() -> None:
         "requests": "now: 3 running;  ended: 7 done, 1 failed:stage_failed",
         "speech": "TTFP p50 212 ms, p95 289 ms; RTF p50 0.31, p95 0.45; 2 underruns of 0.35 s in all  (40 answers of the last 5 minutes)",
     }
+    queue = {**seen, "waiting": {"interactive": 3, "batch": 0}, "retry_after_s": 4.2}
+    assert dict(status_view.summary(queue))["waiting"] == "for their start: 3 interactive; one more is told to come back in 4 s"
     assert "not ready: talker" in status_view.headline({**seen, "ready": False, "missing": ["talker"]})
     assert "draining" in status_view.headline({**seen, "ready": False, "stopping": True})
 
@@ -142,7 +151,7 @@ def test_a_frame_fits_the_terminal(width: int) -> None:
     stages = [(name, [replica(name, number, load=LOAD) for number in range(3)]) for name in ("thinker", "talker", "code2wav")]
     text = drawn(server(*stages, recent=SPOKEN), width)
     assert max(map(len, text.splitlines())) <= width
-    head = next(line for line in text.splitlines() if "worker" in line).split()
+    head = re.split(r"  +", next(line for line in text.splitlines() if "worker" in line).strip())
     assert set(head) <= {column.name for column in status_view.COLUMNS}, "none of them cut"
     assert {"worker", "state", "running"} <= set(head)
     assert "thinker.2" in text and "ready" in text
