@@ -17,10 +17,9 @@ from tests.support.cut_socket import cut_unix_sockets
 from tests.support.running_server import Server, eventually, running
 from tests.support.steady_load import BROKEN, SteadyLoad, Stream
 
-pytestmark = pytest.mark.timeout(240)
 LOST_AFTER_S = 4.0
 STEP_S = 8.0
-AT_ONCE_S = 3.0  # generous: it takes milliseconds on an idle machine
+AT_ONCE_S = 60.0  # a hang; it takes milliseconds on an idle machine
 BACK_S = 90.0
 SETS = (
     *(f"stages.{stage}.{key}" for stage in ("source", "relay", "sink") for key in ("faults=true", "threads=1")),
@@ -75,6 +74,12 @@ def only_text(streams: list[Stream]) -> list[Stream]:
     return [stream for stream in streams if stream.modalities == ("text",)]
 
 
+def why_lost(server: Server, worker: str) -> str:
+    """What the broker noted when it lost it last."""
+    lost = f"worker {worker} is lost: "
+    return [line.partition(lost)[2] for line in (server.run_dir / "broker.log").read_text().splitlines() if lost in line][-1]
+
+
 async def ask(server: Server, text: str) -> str:
     """A request with speech beside the load; the code of the error it meets, or "done"."""
 
@@ -108,6 +113,7 @@ async def test_a_killed_worker_costs_its_own_requests_only(server: Server, victi
         assert ends["no_ready_replica"] == 0, "the other replica takes the new ones"
         assert "done" in {stream.end for stream in running_then if "audio" in stream.modalities}, "the other's go on"
 
+    assert why_lost(server, victim) in ("its process ended", "its connection is gone")
 
 async def test_requests_that_have_sent_nothing_run_again_and_nobody_notices(server: Server) -> None:
     """They are bound to a relay each, and source has not come to their first word when one relay ends."""
