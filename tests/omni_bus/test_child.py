@@ -37,12 +37,12 @@ async def test_it_is_ready_when_it_says_so_and_not_before(tmp_path: pathlib.Path
     one, before = Watched(tmp_path / "log"), descriptors()
     one.start(READY)
     assert not one.child.ready
-    await asyncio.wait_for(one.ready.wait(), 30)
+    await asyncio.wait_for(one.ready.wait(), 60)
     assert one.child.ready and one.child.alive
     one.child.send_signal(9)
     await one.child.gone()
     assert one.told == ["ready", "exit -9"]
-    assert descriptors() == before
+    assert not descriptors() - before, "others may be closed meanwhile: what earlier tests have left to the garbage collector"
 
 
 async def test_one_that_ends_without_a_word_is_not_ready_and_its_next_life_may_be(tmp_path: pathlib.Path) -> None:
@@ -54,11 +54,11 @@ async def test_one_that_ends_without_a_word_is_not_ready_and_its_next_life_may_b
         assert not one.child.ready
     assert one.child.early_deaths == 3
     one.start(READY)
-    await asyncio.wait_for(one.ready.wait(), 30)
+    await asyncio.wait_for(one.ready.wait(), 60)
     one.child.send_signal(9)
     await one.child.gone()
     assert (one.told, one.child.early_deaths) == (["ready", "exit -9"], 0)
-    assert descriptors() == before
+    assert not descriptors() - before, "others may be closed meanwhile: what earlier tests have left to the garbage collector"
 
 
 async def test_the_pipe_is_closed_behind_one_that_was_killed_before_it_spoke(tmp_path: pathlib.Path) -> None:
@@ -67,7 +67,7 @@ async def test_the_pipe_is_closed_behind_one_that_was_killed_before_it_spoke(tmp
     one.child.send_signal(9)
     await one.child.gone()
     assert one.told == ["exit -9"]
-    assert descriptors() == before
+    assert not descriptors() - before, "others may be closed meanwhile: what earlier tests have left to the garbage collector"
 
 
 async def test_it_has_the_environment_that_it_is_given(tmp_path: pathlib.Path) -> None:
