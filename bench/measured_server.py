@@ -57,6 +57,11 @@ class MeasuredServer:
         return time.monotonic() - began
 
     @property
+    def pid(self) -> int:
+        """Of the supervisor."""
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         """Whether the supervisor does."""
         return self._process.poll() is None
