@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from omni_bus.payloads import TranscriptSegment
+from omni_bus.payloads import TranscriptSegment, TranscriptWord
 
 UNKNOWN_LANGUAGE = "und"  # ISO 639-3: undetermined
 
@@ -17,9 +17,14 @@ def as_json(text: str, usage: Mapping[str, Any]) -> bytes:
 
 
 def as_verbose_json(
-    text: str, segments: Sequence[TranscriptSegment] | None, language: str, duration_s: float, usage: Mapping[str, Any]
+    text: str,
+    segments: Sequence[TranscriptSegment] | None,
+    words: Sequence[TranscriptWord] | None,
+    language: str,
+    duration_s: float,
+    usage: Mapping[str, Any],
 ) -> bytes:
-    """`segments` None: the model gives no times."""
+    """`segments` and `words` None: the model gives no times, or they were not asked for."""
     body: dict[str, Any] = {
         "task": "transcribe",
         "language": language or UNKNOWN_LANGUAGE,
@@ -29,6 +34,8 @@ def as_verbose_json(
     }
     if segments is not None:
         body["segments"] = [_segment(number, segment) for number, segment in enumerate(segments)]
+    if words is not None:
+        body["words"] = [{"word": word.text, "start": word.start_s, "end": word.end_s} for word in words]
     return msgspec.json.encode(body)
 
 

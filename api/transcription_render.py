@@ -97,7 +97,8 @@ async def whole_transcript(
         body = as_json(text, usage)
     else:
         language = transcript.language or wanted.wish.language
-        body = as_verbose_json(text, segments if wanted.alone else None, language, duration_s, usage)
+        words = [word for segment in segments for word in segment.words] if wanted.wish.words else None
+        body = as_verbose_json(text, segments if wanted.segments else None, words, language, duration_s, usage)
     return web.Response(body=body, content_type="application/json")
 
 

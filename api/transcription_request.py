@@ -10,6 +10,7 @@ from omni_bus.api.form import Form
 from omni_bus.api.served import ServedModel
 from omni_bus.api.submission import deadline_s
 from omni_bus.errors import InvalidRequest, ModelRefused
+from omni_bus.events import PRIORITIES
 from omni_bus.payloads import TranscriptWish
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
@@ -26,7 +27,9 @@ class TranscriptionRequest:
     response_format: str
     stream: bool
     deadline_s: float
+    priority: str | None  # None: not said
     alone: bool  # by the pipeline's own recogniser; else its language model is asked
+    segments: bool  # are to be shown, with their times
 
 
 def parse_transcription(form: Form, model: ServedModel, timeout_header: str | None = None) -> TranscriptionRequest:
@@ -50,7 +53,8 @@ def parse_transcription(form: Form, model: ServedModel, timeout_header: str | No
     stream = _choice(form, "stream", ("true", "false")) == "true"
     if stream and response_format not in STREAMED:
         raise InvalidRequest(f"stream goes with response_format {' or '.join(STREAMED)} only", param="stream")
-    _check_granularities(form.fields.get("timestamp_granularities", ()), response_format)
+    granularities = form.fields.get("timestamp_granularities", ())
+    _check_granularities(granularities, response_format, alone)
     prompt = form.one("prompt") or ""
     if len(prompt) > MAX_PROMPT:
         raise InvalidRequest(f"prompt may have up to {MAX_PROMPT} characters; it has {len(prompt)}", param="prompt")
@@ -60,6 +64,7 @@ def parse_transcription(form: Form, model: ServedModel, timeout_header: str | No
     return TranscriptionRequest(
         wish=TranscriptWish(
             times=alone and response_format in (*TIMED, "verbose_json"),
+            words="word" in granularities,
             language=language,
             prompt=prompt,
             temperature=_number(form, "temperature", 0.0, 1.0) or 0.0,
@@ -68,18 +73,20 @@ def parse_transcription(form: Form, model: ServedModel, timeout_header: str | No
         stream=stream,
         deadline_s=deadline_s(_number(form, "timeout", 0.0, float("inf")), timeout_header, model.max_deadline_s),
         alone=alone,
+        segments=alone and (not granularities or "segment" in granularities),
+        priority=_choice(form, "priority", PRIORITIES),
     )
 
 
-def _check_granularities(wanted: Sequence[str], response_format: str) -> None:
+def _check_granularities(wanted: Sequence[str], response_format: str, alone: bool) -> None:
     param = "timestamp_granularities"
     for name in wanted:
         if name not in GRANULARITIES:
             raise InvalidRequest(f"{param} must be segment or word", param=param)
     if wanted and response_format != "verbose_json":
         raise InvalidRequest(f"{param} goes with response_format verbose_json only", param=param)
-    if "word" in wanted:
-        raise ModelRefused(f"{param}: this model gives no times of single words; ask for segment", param=param)
+    if "word" in wanted and not alone:
+        raise ModelRefused(f"{param}: this model gives no times, of words neither; leave it out", param=param)
 
 
 def _choice(form: Form, name: str, choices: tuple[str, ...]) -> str | None:

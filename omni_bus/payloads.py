@@ -45,6 +45,7 @@ class TranscriptWish(msgspec.Struct, frozen=True):
     """
 
     times: bool = False  # with segments
+    words: bool = False  # and with the words of each
     language: str = ""  # ISO 639-1; "" = the recogniser's own choice
     prompt: str = ""  # words and spelling to expect
     temperature: float = 0.0
@@ -89,6 +90,14 @@ class AudioDelta(msgspec.Struct, frozen=True):
     frames: int = 0
 
 
+class TranscriptWord(msgspec.Struct, frozen=True, array_like=True):
+    """One word, with the marks that stand at it, in seconds from the audio's beginning."""
+
+    start_s: float
+    end_s: float
+    text: str
+
+
 class TranscriptSegment(msgspec.Struct, frozen=True, array_like=True):
     """A stretch of a transcript, in seconds from the audio's beginning, and what the recogniser thinks of it, in Whisper's terms."""
 
@@ -100,6 +109,7 @@ class TranscriptSegment(msgspec.Struct, frozen=True, array_like=True):
     avg_logprob: float = 0.0
     compression_ratio: float = 1.0
     no_speech_prob: float = 0.0
+    words: tuple[TranscriptWord, ...] = ()  # where the request asked for them
 
 
 class InputTranscript(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy
 from faster_whisper import WhisperModel
 
-from omni_bus.payloads import TranscriptSegment, TranscriptWish
+from omni_bus.payloads import TranscriptSegment, TranscriptWish, TranscriptWord
 from omni_bus.stages.cascade.packages import package_file
 
 SAMPLE_RATE = 16_000
@@ -67,6 +67,7 @@ class Recogniser:
             temperature=wish.temperature,
             condition_on_previous_text=False,
             without_timestamps=not wish.times,
+            word_timestamps=wish.times and wish.words,  # by the cross-attention of the heads that follow the sound
             initial_prompt=wish.prompt or None,
             max_new_tokens=MAX_TOKENS - PROMPT_MARKS if wish.prompt else MAX_TOKENS,
         )
@@ -75,18 +76,25 @@ class Recogniser:
         if not wish.times:
             return Heard(text)
         length = len(window) / SAMPLE_RATE
+
+        def at(seconds: float) -> float:
+            return round(begin_s + min(float(seconds), length), 3)
+
         return Heard(
             text,
             tuple(
                 TranscriptSegment(
-                    start_s=round(begin_s + min(segment.start, length), 3),
-                    end_s=round(begin_s + min(segment.end, length), 3),
+                    start_s=at(segment.start),
+                    end_s=at(segment.end),
                     text=segment.text.strip(),
                     token_ids=tuple(segment.tokens),
                     temperature=segment.temperature or 0.0,
                     avg_logprob=segment.avg_logprob,
                     compression_ratio=segment.compression_ratio,
                     no_speech_prob=segment.no_speech_prob,
+                    words=tuple(
+                        TranscriptWord(at(word.start), at(word.end), word.word.strip()) for word in segment.words or ()
+                    ),
                 )
                 for segment in found
             ),

@@ -19,7 +19,16 @@ from omni_bus.api import body as body_module
 from omni_bus.api import form as form_module
 from omni_bus.client import StreamItem
 from omni_bus.errors import NoReadyReplica, StageFailed
-from omni_bus.payloads import ChatInput, InputTranscript, MediaPart, Message, TextPart, TranscriptSegment, TranscriptWish
+from omni_bus.payloads import (
+    ChatInput,
+    InputTranscript,
+    MediaPart,
+    Message,
+    TextPart,
+    TranscriptSegment,
+    TranscriptWish,
+    TranscriptWord,
+)
 from omni_bus.sampling import SamplingParams
 from tests.support.scripted_bus import FOREVER, MODEL, text
 
@@ -121,7 +130,9 @@ async def test_json_of_a_language_model_that_hears(server: Any) -> None:
 
 async def test_the_wish_reaches_the_recogniser(ear: Any) -> None:
     await ask(ear, ("language", "en"), ("prompt", "Smythe"), ("temperature", "0.25"), ("response_format", "verbose_json"))
-    assert ear.bus.submissions[0].payload.transcript == TranscriptWish(True, "en", "Smythe", 0.25)
+    assert ear.bus.submissions[0].payload.transcript == TranscriptWish(
+        times=True, language="en", prompt="Smythe", temperature=0.25
+    )
 
 
 async def test_text(ear: Any) -> None:
@@ -173,6 +184,31 @@ async def test_verbose_json(ear: Any) -> None:
         "no_speech_prob": 0.01,
     }
     assert [segment["id"] for segment in segments] == [0, 1] and segments[1]["seek"] == 125
+
+
+@pytest.mark.parametrize("with_segments", [True, False], ids=["both", "words_alone"])
+async def test_verbose_json_with_words(ear: Any, with_segments: bool) -> None:
+    first = TranscriptSegment(
+        0.0, 1.25, "Good morning", words=(TranscriptWord(0.25, 0.5, "Good"), TranscriptWord(0.5, 1.0, "morning"))
+    )
+    second = TranscriptSegment(1.25, 2.5, "all.", words=(TranscriptWord(1.5, 2.0, "all."),))
+    ear.bus.script = (heard("Good morning", first), heard("all.", second), heard("", last=True))
+    asked = [("timestamp_granularities[]", "word"), *[("timestamp_granularities[]", "segment")] * with_segments]
+    _, _, body = await ask(ear, ("response_format", "verbose_json"), *asked)
+    said = json.loads(body)
+    assert said["words"] == [
+        {"word": "Good", "start": 0.25, "end": 0.5},
+        {"word": "morning", "start": 0.5, "end": 1.0},
+        {"word": "all.", "start": 1.5, "end": 2.0},
+    ]
+    assert ("segments" in said) == with_segments
+    assert ear.bus.submissions[0].payload.transcript == TranscriptWish(times=True, words=True)
+
+
+async def test_words_need_times(server: Any) -> None:
+    status, _, body = await ask(server, ("response_format", "verbose_json"), ("timestamp_granularities[]", "word"))
+    error = json.loads(body)["error"]
+    assert status == 422 and error["param"] == "timestamp_granularities" and "gives no times" in error["message"]
 
 
 async def test_verbose_json_without_times_has_no_segments(server: Any) -> None:
@@ -245,12 +281,6 @@ async def test_failures(ear: Any) -> None:
             400,
             "timestamp_granularities",
             "segment or word",
-        ),
-        (
-            [("timestamp_granularities[]", "word"), ("response_format", "verbose_json")],
-            422,
-            "timestamp_granularities",
-            "ask for segment",
         ),
         ([("model", "twice")], 400, "model", "given once"),
         ([("timeout", "0")], 400, "timeout", "above 0"),

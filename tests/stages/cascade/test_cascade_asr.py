@@ -204,6 +204,25 @@ def test_a_transcript_alone_comes_window_by_window_with_growing_times(asr: Drive
     assert {piece.language for piece in pieces} == {"english"}
 
 
+def test_words_lie_where_they_are_spoken(asr: Driver, speech: Speech) -> None:
+    """Two sentences a second apart: each word in its own sentence's sound, give or take what the alignment errs by."""
+    spoken = [fresh(speech, sentence) for sentence in SENTENCES[:2]]
+    pause = torch.zeros(16_000)
+    pieces, _ = transcribe(asr, torch.cat([pause, spoken[0], pause, spoken[1]]), times=True, words=True)
+    said = [word for piece in pieces for segment in piece.segments for word in segment.words]
+    assert words(" ".join(word.text for word in said)) == words(" ".join(SENTENCES[:2]))
+    assert all(word.text == word.text.strip() and word.start_s <= word.end_s for word in said)
+    starts = [word.start_s for word in said]
+    assert starts == sorted(starts)
+    count = len(words(SENTENCES[0]))
+    ends = [1 + len(spoken[0]) / 16_000, 2 + (len(spoken[0]) + len(spoken[1])) / 16_000]
+    assert said[0].start_s > 0.5 and said[count - 1].end_s == pytest.approx(ends[0], abs=0.5)
+    assert said[count].start_s > ends[0] - 0.1 and said[-1].end_s == pytest.approx(ends[1], abs=0.5)
+    assert all(segment.words[0].text in segment.text for piece in pieces for segment in piece.segments)
+    without, _ = transcribe(asr, spoken[0], times=True)
+    assert all(segment.words == () for piece in without for segment in piece.segments)
+
+
 def test_without_the_wish_there_are_no_times(asr: Driver, speech: Speech) -> None:
     pieces, _ = transcribe(asr, fresh(speech, SENTENCES[0]))
     assert [piece.segments for piece in pieces] == [()] and words(pieces[0].text) == words(SENTENCES[0])
