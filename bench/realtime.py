@@ -19,11 +19,14 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
+
+import aiohttp
 
 from bench.demo import ROOT, free_port, serving
 from bench.quickstart import machine, percentile
@@ -46,6 +49,7 @@ LENGTH = (
     "stages.talker.sampling.ignore_eos=true",
     "stages.talker.sampling.max_tokens=60",
 )
+LOOKS = 100  # for the last stage to let go, ten a second
 DICE = random.Random(0)
 SERVER_VAD = {"type": "server_vad", "silence_duration_ms": 500}
 
@@ -146,7 +150,8 @@ async def turns(servers: Sequence[str], model: Model, speech: bytes, count: int,
 
 
 async def interruption(address: str, model: Model, interrupting: bytes) -> dict[str, float]:
-    """One answer spoken into: milliseconds to what its listener notices, and of audio that the client had not played by then."""
+    """One answer spoken into: milliseconds to what its listener notices, until no stage holds it, and of audio not played by then."""
+    before = await cancels(address)
     async with session(address, model, SERVER_VAD, 400) as socket:
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": STORY}]}
         await socket.send("conversation.item.create", item=item)
@@ -160,6 +165,7 @@ async def interruption(address: str, model: Model, interrupting: bytes) -> dict[
             done = await socket.until("response.done", since=since)
             assert done["response"]["status"] == "cancelled", done
             await asyncio.sleep(0.5)  # in which audio of the old answer would come
+            let_go = await released(address, before)
         finally:
             speaking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -174,8 +180,29 @@ async def interruption(address: str, model: Model, interrupting: bytes) -> dict[
             "onset_to_speech_started": (started.at - onset) * 1000,
             "speech_started_to_last_audio": max(0.0, audio[-1].at - started.at) * 1000,
             "speech_started_to_done": (done.at - started.at) * 1000,
+            "cancel_to_every_stage_let_go": let_go * 1000,
             "sent_ahead": sent_ms - (started.at - first.at) * 1000,
         }
+
+
+async def cancels(address: str) -> tuple[int, float]:
+    """Cancelled responses that the server has seen out of every stage so far, and the seconds that took in all."""
+    async with aiohttp.ClientSession() as http, http.get(f"{address}/metrics") as answer:
+        text = await answer.text()
+    found = re.findall(r"^omni_bus_voice_cancel_seconds_(count|sum) (\S+)$", text, re.MULTILINE)
+    figures = {name: float(value) for name, value in found}
+    return int(figures.get("count", 0)), figures.get("sum", 0.0)
+
+
+async def released(address: str, before: tuple[int, float]) -> float:
+    """Seconds from the one cancel since `before` until the last stage had acknowledged it."""
+    for _ in range(LOOKS):
+        count, seconds = await cancels(address)
+        if count > before[0]:
+            assert count == before[0] + 1, "more than one response was cancelled"
+            return seconds - before[1]
+        await asyncio.sleep(0.1)
+    raise TimeoutError("a stage never let go of a cancelled response")
 
 
 async def load(address: str, model: Model, speech: bytes, sessions: int, rounds: int) -> dict[str, Any]:
@@ -194,10 +221,11 @@ async def load(address: str, model: Model, speech: bytes, sessions: int, rounds:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """p50 and p95 in milliseconds, and of how many."""
+    """p50, p95 and the largest in milliseconds, and of how many."""
     if not values:
         return {"n": 0}
-    return {"p50": round(percentile(list(values), 0.5), 1), "p95": round(percentile(list(values), 0.95), 1), "n": len(values)}
+    p50, p95 = (round(percentile(list(values), share), 1) for share in (0.5, 0.95))
+    return {"p50": p50, "p95": p95, "max": round(max(values), 1), "n": len(values)}
 
 
 async def measured(servers: Sequence[str], model: Model, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -236,6 +264,10 @@ def cell(figure: dict[str, float] | None) -> str:
     return f"{figure['p50']:.0f} / {figure['p95']:.0f}" if figure and figure["n"] else "–"
 
 
+def worst(figure: dict[str, float] | None) -> str:
+    return f"{cell(figure)} / {figure['max']:.0f}" if figure and figure["n"] else "–"
+
+
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     columns = (
         ("by hand, first turn", "by_hand", "first: end_of_speech"),
@@ -251,14 +283,17 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
         prepare = "yes" if row["prepare"] else "no"
         cells = " | ".join(cell(row[kind].get(name)) for _, kind, name in columns)
         lines.append(f"| {row['model']} | {row['speech_s']} | {prepare} | {cells} |")
-    names = ("onset_to_speech_started", "speech_started_to_last_audio", "speech_started_to_done", "sent_ahead")
-    lines += ["", "## Interruption → silence, ms, p50 / p95", ""]
+    interruptions = {
+        "speech begins → speech_started": "onset_to_speech_started",
+        "→ last audio byte": "speech_started_to_last_audio",
+        "→ response.done": "speech_started_to_done",
+        "→ every stage let go": "cancel_to_every_stage_let_go",
+        "audio sent ahead of playback": "sent_ahead",
+    }
+    lines += ["", "## Interruption → silence, ms, p50 / p95 / max", ""]
+    lines += ["| pipeline | " + " | ".join(interruptions) + " |", "| --- " * (1 + len(interruptions)) + "|"]
     lines += [
-        "| pipeline | speech begins → speech_started | → last audio byte | → response.done | audio sent ahead of playback |"
-    ]
-    lines += ["| --- " * 5 + "|"]
-    lines += [
-        f"| {row['model']} | " + " | ".join(cell(row["interruption"].get(name)) for name in names) + " |"
+        f"| {row['model']} | " + " | ".join(worst(row["interruption"].get(name)) for name in interruptions.values()) + " |"
         for row in rows
         if row["prepare"]
     ]

@@ -226,8 +226,8 @@ class ResponseRun:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ACKNOWLEDGE_S):
                 await stream.cancel()  # nothing to do for one that has ended
-                if self._cancelled_at is not None:
-                    self._services.metrics.cancel_acknowledged(time.monotonic() - self._cancelled_at)
+        if self._cancelled_at is not None:  # of one that is still held too: left out, the slowest would look like none
+            self._services.metrics.cancel_acknowledged(time.monotonic() - self._cancelled_at)
 
     @property
     def _longest_pause_s(self) -> float:

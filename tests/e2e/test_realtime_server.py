@@ -31,7 +31,20 @@ def idle(server: Server) -> bool:
     """No request at the broker, and nothing held in any stage."""
     status = server.get("/v1/status")
     loads = [replica["load"] for stage in status["stages"] for replica in stage["replicas"]]
-    return not any(status["requests"].values()) and all(load is not None and not load["running"] for load in loads)
+    held = ("waiting", "running", "kv_blocks_used", "slots_used")
+    return not any(status["requests"].values()) and all(load and not any(load[name] for name in held) for load in loads)
+
+
+def holds_slot(server: Server) -> bool:
+    loads = [replica["load"] for stage in server.get("/v1/status")["stages"] for replica in stage["replicas"]]
+    return any(load and load["slots_used"] for load in loads)
+
+
+async def acknowledged(server: Server) -> float:
+    """How many cancelled responses every stage has let go of in time, since the server was started."""
+    async with aiohttp.ClientSession() as http, http.get(f"{server.url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith("omni_bus_voice_cancel_seconds_count "))
 
 
 def spoken(words: str) -> bytes:
@@ -140,6 +153,7 @@ async def test_an_interruption_reaches_every_stage_and_history_keeps_what_was_he
             await socket.append(question[start : start + 4800])
         started = await socket.until("input_audio_buffer.speech_started", since=since)
         cancelled = await socket.until("response.done", since=since)
+        assert cancelled["response"]["usage"]["input_tokens"] > 0
         assert cancelled["response"]["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
         await socket.send("conversation.item.truncate", item_id=answer, content_index=0, audio_end_ms=heard_ms)
         await socket.until("conversation.item.truncated")
@@ -199,6 +213,24 @@ async def test_a_turn_of_qwen3_omni_is_answered_first_and_written_down_behind(om
         assert usage["output_token_details"]["audio_tokens"] > 0
         assert usage["input_token_details"]["audio_tokens"] > 20 and usage["input_token_details"]["text_tokens"] > 0
     await asyncio.to_thread(eventually, lambda: idle(omni), PATIENCE_S, "nothing is left, what was prepared included")
+
+
+async def test_an_interruption_frees_every_slot_and_block_of_qwen3_omni(omni: Server) -> None:
+    skip_without_packages()
+    endless = {"thinker": {"ignore_eos": True}, "talker": {"ignore_eos": True, "max_tokens": 2000}}
+    before, question = await acknowledged(omni), spoken("What is the capital of France?")
+    async with connected(omni.url, "qwen3-omni-tiny", check=EventChecker()) as socket:
+        await socket.send("session.update", session={"max_output_tokens": 100, "sampling": endless})
+        await ask(socket, "well")
+        first = await socket.until("response.output_audio.delta")
+        await asyncio.to_thread(eventually, lambda: holds_slot(omni), PATIENCE_S, "its audio waits, in its stage, to be played")
+        for start in range(0, len(question), 4800):
+            await socket.append(question[start : start + 4800])
+        done = (await socket.until("response.done"))["response"]
+        assert (done["id"], done["status_details"]["reason"]) == (first["response_id"], "turn_detected")
+        assert done["usage"]["input_tokens"] > 0 and done["usage"]["output_token_details"]["audio_tokens"] > 0
+        await asyncio.to_thread(eventually, lambda: idle(omni), PATIENCE_S, "no slot and no KV block is held")
+        assert await acknowledged(omni) == before + 1
 
 
 @pytest.mark.timeout(600)
