@@ -38,7 +38,7 @@ def written(*arguments: str) -> str:
 def client(shared_server: Any) -> Iterator[openai.OpenAI]:
     server = shared_server("probe.toml", sets=FAULTS)  # the one that test_api_probe.py has
     assert isinstance(server, Server)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 

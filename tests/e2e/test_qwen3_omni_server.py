@@ -99,7 +99,9 @@ def test_speech_beyond_300_frames_follows_the_one_pass_decode(server: Server, re
 
 
 def test_speech_starts_while_the_text_is_still_being_written(server: Server) -> None:
-    answer = ask(server, CASES["text"])
+    """A text so long that a Talker which gets the CPU late still speaks before its end."""
+    sampling = {"thinker": {"temperature": 0.0, "max_tokens": 300, "ignore_eos": True}, "talker": GREEDY_TALKER}
+    answer = ask(server, CASES["text"], sampling=sampling)
     assert "text" in answer.order[answer.order.index("audio") :], answer.order
 
 
@@ -122,7 +124,8 @@ def test_readers_that_hang_up_at_any_moment_disturb_nobody(server: Server, greed
     """Before the first event, in mid-text, in mid-speech. What they held is looked at by the next test."""
     dice = random.Random(3)
 
-    def hang_up(moment: float) -> None:
+    def hang_up(moment: float, events: int) -> None:
+        """After so many events, or at that moment where it waits for none."""
         body = {
             "model": MODEL,
             "messages": messages(CASES["audio"]),
@@ -130,22 +133,30 @@ def test_readers_that_hang_up_at_any_moment_disturb_nobody(server: Server, greed
             "stream": True,
             "sampling": {"thinker": {"max_tokens": 200, "ignore_eos": True}, "talker": {"max_tokens": 400, "ignore_eos": True}},
         }
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=200)
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        time.sleep(moment)
+        if events:
+            answer = connection.getresponse()
+            for _ in range(2 * events):
+                assert answer.readline(), "it ended by itself"
+        else:
+            time.sleep(moment)
         connection.close()
 
     ended = server.get("/v1/status")["ended"]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        hung_up = [pool.submit(hang_up, dice.random() * 0.8) for _ in range(40)]
+        ways = [(dice.random() * 0.8, dice.choice((0, 1, 5, 30))) for _ in range(40)]
+        hung_up = [pool.submit(hang_up, *way) for way in ways]
         check(ask(server, CASES["image"]), greedy("image"), reference)
         for each in hung_up:
             each.result()
 
+    begun = sum(events > 0 for _, events in ways)
+
     def all_ended() -> bool:
         status = server.get("/v1/status")
         cancelled = status["ended"].get("cancelled", 0) - ended.get("cancelled", 0)
-        return not any(status["requests"].values()) and cancelled >= 30  # of those that came as far as the bus
+        return not any(status["requests"].values()) and cancelled >= begun  # more: those that were on the bus without an event
 
     eventually(all_ended, 10, "each is cancelled in every stage")
     check(ask(server, CASES["text"]), greedy("text"), reference)

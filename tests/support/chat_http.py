@@ -49,7 +49,7 @@ class Answer:
     errors: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-def stream(url: str, body: dict[str, Any], seconds: float = 120.0) -> Answer:
+def stream(url: str, body: dict[str, Any], seconds: float = 300.0) -> Answer:
     """POST the body as a streaming chat request and read it to its [DONE]."""
     said = {**body, "stream": True, "stream_options": {"include_usage": True}}
     request = urllib.request.Request(
