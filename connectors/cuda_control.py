@@ -1,7 +1,8 @@
 """The control page of one device buffer: a few KiB of shared memory with all that other processes need to read from it.
 
-    page      header: magic, owner's pid, size of the buffer, number of fences, the device's PCI bus id, the buffer's IPC handle
-    fence     generation of the tensor that lies behind it (0 = none), pid of its reader, IPC handles of its two events
+    page      header: magic, owner's pid, size of the buffer, number of fences, of words, the device's PCI bus id, the buffer's handle
+    fence     generation of the tensor that lies behind it (0 = none), pid of its reader, handles of its two events
+    words     where fences are numbers in shared memory (cuda_words.py): those
 
 It has the name of a shared memory segment, so that it is swept like one when its owner has died. The owner writes everything but
 the reader's pid, which is how it learns that a read will never end.
@@ -13,12 +14,13 @@ import mmap
 import os
 import struct
 
-from omni_bus.connectors.cuda_device import HANDLE_BYTES
+from omni_bus.connectors.cuda_fences import HANDLE_BYTES
+from omni_bus.connectors.cuda_words import WORD_BYTES
 from omni_bus.connectors.segment import create_map, open_map
 from omni_bus.errors import ProtocolViolation
 from omni_bus.segments import SHM
 
-_HEADER = struct.Struct(f"<QQQQ32s{HANDLE_BYTES}s")
+_HEADER = struct.Struct(f"<QQQQQ32s{HANDLE_BYTES}s")
 _ENTRY = struct.Struct(f"<QQ{HANDLE_BYTES}s{HANDLE_BYTES}s")  # a multiple of 8, as the header is: the numbers lie aligned
 _NUMBER = struct.Struct("<Q")
 _NUMBERS = struct.Struct("<QQ")
@@ -31,17 +33,17 @@ class ControlPage:
     def __init__(self, name: str, memory: mmap.mmap) -> None:
         self.name = name
         self._map = memory
-        magic, self.owner, self.nbytes, self.fences, bus_id, self.handle = _HEADER.unpack_from(memory, 0)
+        magic, self.owner, self.nbytes, self.fences, self.words, bus_id, self.handle = _HEADER.unpack_from(memory, 0)
         self.bus_id = bus_id.rstrip(b"\0").decode("ascii", "replace")
-        if magic != _MAGIC or len(memory) < _HEADER.size + self.fences * _ENTRY.size:
+        if magic != _MAGIC or len(memory) < self.words_at + self.words * WORD_BYTES:
             raise ProtocolViolation("a tensor on a GPU behind a control page that is none of ours")
 
     @classmethod
-    def create(cls, name: str, *, nbytes: int, fences: int, bus_id: str, handle: bytes) -> ControlPage:
+    def create(cls, name: str, *, nbytes: int, fences: int, words: int, bus_id: str, handle: bytes) -> ControlPage:
         """The owner's. OSError where there is no shared memory for it."""
         assert len(handle) == HANDLE_BYTES and len(bus_id) <= 32
-        memory = create_map(name, _HEADER.size + fences * _ENTRY.size)
-        _HEADER.pack_into(memory, 0, _MAGIC, os.getpid(), nbytes, fences, bus_id.encode("ascii"), handle)
+        memory = create_map(name, _at(fences) + words * WORD_BYTES)
+        _HEADER.pack_into(memory, 0, _MAGIC, os.getpid(), nbytes, fences, words, bus_id.encode("ascii"), handle)
         return cls(name, memory)
 
     @classmethod
@@ -51,6 +53,15 @@ class ControlPage:
         if len(memory) < _HEADER.size:
             raise ProtocolViolation("a tensor on a GPU behind a control page that is none of ours")
         return cls(name, memory)
+
+    @property
+    def memory(self) -> mmap.mmap:
+        return self._map
+
+    @property
+    def words_at(self) -> int:
+        """The byte at which the words begin: a multiple of 8."""
+        return _at(self.fences)
 
     def set_fence(self, index: int, written: bytes, read: bytes) -> None:
         """By the owner: that fence's events are these, and nothing lies behind it yet."""

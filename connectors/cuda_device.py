@@ -7,38 +7,24 @@ torch's allocator does not do. Both use the device's primary context. cupy is im
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from omni_bus.connectors.cuda_driver import DriverStreamValues
+from omni_bus.connectors.cuda_fences import Fence, Fences
+from omni_bus.connectors.cuda_words import StreamValues, WordFences
 from omni_bus.errors import Overloaded
 
-HANDLE_BYTES = 64  # of a memory or event handle
 _BLOCK = 2 << 20  # smaller allocations share one, and a handle opens the whole of it
-
-
-class Fence(Protocol):
-    """An event of one device that several processes may record and wait for. None of the calls blocks the host."""
-
-    def record(self) -> None:
-        """On the device's current stream. From here on `wait` and `over`, in every process, are about this record."""
-
-    def wait(self) -> None:
-        """What is put on the device's current stream from here on runs after the latest record."""
-
-    def over(self) -> bool:
-        """Whether the latest record has been reached, or there is none."""
-
-    def handle(self) -> bytes:
-        """With which another process opens it."""
-
-    def force(self) -> None:
-        """Record it on a stream on which nothing waits: sets free who waits for a record of a process that is dead."""
 
 
 class Gpu(Protocol):
     """Devices are numbered as in torch's "cuda:N" of this process."""
+
+    words: int  # of a control page, for each fence that it has; 0 where fences lie elsewhere
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
         """None for a tensor on the CPU."""
@@ -60,9 +46,11 @@ class Gpu(Protocol):
 
     def close(self, buffer: torch.Tensor) -> None: ...
 
-    def fence(self, device: int) -> Fence: ...
+    def fence(self, device: int) -> Fence:
+        """One for this process alone."""
 
-    def open_fence(self, device: int, handle: bytes) -> Fence: ...
+    def fences(self, device: int, page: mmap.mmap, at: int, count: int) -> Fences:
+        """Those behind that page, whose `count` words begin at byte `at`."""
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         """Uninitialised, contiguous, of that dtype, shape and device."""
@@ -71,10 +59,13 @@ class Gpu(Protocol):
         """On the current stream of the buffer's device."""
 
 
-class _CudaFence:
-    def __init__(self, device: int, event: Any) -> None:
+class CudaFence:
+    """`free`: a stream of the device on which nothing waits, for `force`; made ahead, since making one may wait for the device."""
+
+    def __init__(self, device: int, event: Any, free: Any = None) -> None:
         self._device = device
         self._event = event
+        self._free = free
 
     def record(self) -> None:
         self._event.record(torch.cuda.current_stream(self._device))
@@ -90,7 +81,29 @@ class _CudaFence:
             return bytes(self._event.ipc_handle())
 
     def force(self) -> None:
-        self._event.record(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        self._event.record(self._free)
+
+
+class _EventFences:
+    """Fences that are interprocess events of CUDA."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._free = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def new(self) -> Fence:
+        return CudaFence(self._device, torch.cuda.Event(interprocess=True), self._free)  # type: ignore[no-untyped-call]
+
+    def open(self, handle: bytes) -> Fence:
+        with torch.cuda.device(self._device):
+            event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", self._device), handle)  # type: ignore[no-untyped-call]
+        return CudaFence(self._device, event, self._free)
+
+    def retire(self, fence: Fence) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class _Raw:
@@ -106,7 +119,17 @@ class _Raw:
         }
 
 
+FenceKind = Literal["events", "words"]
+_WORDS = 32  # for each fence of a page: the older ones of it whose readers the device has not come to yet
+
+
 class CudaGpu:
+    """`fences`: "events" of CUDA, or "words" in shared memory (cuda_words.py), which a peer's death cannot keep from us."""
+
+    def __init__(self, fences: FenceKind = "events") -> None:
+        self.words = _WORDS if fences == "words" else 0
+        self._values: StreamValues | None = None
+
     def device_of(self, tensor: torch.Tensor) -> int | None:
         return tensor.device.index if tensor.is_cuda else None
 
@@ -142,12 +165,13 @@ class CudaGpu:
             runtime.ipcCloseMemHandle(buffer.data_ptr())
 
     def fence(self, device: int) -> Fence:
-        return _CudaFence(device, torch.cuda.Event(interprocess=True))  # type: ignore[no-untyped-call]
+        return CudaFence(device, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
-    def open_fence(self, device: int, handle: bytes) -> Fence:
-        with torch.cuda.device(device):
-            event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", device), handle)  # type: ignore[no-untyped-call]
-        return _CudaFence(device, event)
+    def fences(self, device: int, page: mmap.mmap, at: int, count: int) -> Fences:
+        if not count:
+            return _EventFences(device)
+        self._values = self._values or DriverStreamValues()
+        return WordFences(self._values, device, page, at, count)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -17,7 +17,8 @@ import torch
 
 from omni_bus.connectors.base import DTYPES, Frame, check_ref, dtype_name
 from omni_bus.connectors.cuda_control import ControlPage
-from omni_bus.connectors.cuda_device import CudaGpu, Fence, Gpu
+from omni_bus.connectors.cuda_device import CudaGpu, Gpu
+from omni_bus.connectors.cuda_fences import Fence
 from omni_bus.connectors.cuda_pool import ALIGNMENT, DevicePool, Pair
 from omni_bus.connectors.deaths import Deaths
 from omni_bus.errors import Overloaded, ProtocolViolation, StaleTensor
@@ -25,7 +26,7 @@ from omni_bus.events import TensorRef
 from omni_bus.segments import is_alive, is_segment_name, segment_name
 
 BUFFER_BYTES = 256 << 20
-FENCES = 256  # tensors under way at once; each takes two interprocess events, of which the driver has about a thousand
+FENCES = 256  # tensors under way at once; each takes two fences, and the driver has about a thousand interprocess events
 _FIRST_NUMBER = 1 << 32  # of control pages, far above those of the shared memory segments of the same process
 
 
@@ -149,9 +150,9 @@ class _Peer:
             self.page.close()
             raise StaleTensor("the GPU buffer of a tensor is gone with its owner")
         device = gpu.device_at(self.page.bus_id)
-        self._device = device
         self.buffer = gpu.open(device, self.page.handle, self.page.nbytes)
         self.through: Fence = gpu.fence(device)
+        self._fences = gpu.fences(device, self.page.memory, self.page.words_at, self.page.words)
         self._pairs: dict[int, tuple[tuple[bytes, bytes], Pair]] = {}  # by fence, with the handles that were opened
         for index in range(self.page.fences):
             if any(self.page.fence(index)[0]):
@@ -165,11 +166,12 @@ class _Peer:
         handles = self.page.fence(index)
         known = self._pairs.get(index)
         if known is None or known[0] != handles:
-            written, read = (self._gpu.open_fence(self._device, handle) for handle in handles)
+            written, read = (self._fences.open(handle) for handle in handles)
             known = self._pairs[index] = (handles, Pair(index, written, read))
         return known[1]
 
     def close(self) -> None:
         self._pairs.clear()
+        self._fences.close()
         self._gpu.close(self.buffer)
         self.page.close()

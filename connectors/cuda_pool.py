@@ -16,7 +16,8 @@ import os
 import torch
 
 from omni_bus.connectors.cuda_control import ControlPage
-from omni_bus.connectors.cuda_device import Fence, Gpu
+from omni_bus.connectors.cuda_device import Gpu
+from omni_bus.connectors.cuda_fences import Fence
 from omni_bus.connectors.deaths import Deaths
 from omni_bus.connectors.free_list import FreeList
 from omni_bus.errors import TooLarge
@@ -58,11 +59,17 @@ class DevicePool:
         self.buffer = gpu.allocate(device, nbytes)
         try:
             self.page = ControlPage.create(
-                name, nbytes=nbytes, fences=fences, bus_id=gpu.bus_id(device), handle=gpu.handle(self.buffer)
+                name,
+                nbytes=nbytes,
+                fences=fences,
+                words=fences * gpu.words,
+                bus_id=gpu.bus_id(device),
+                handle=gpu.handle(self.buffer),
             )
         except OSError:
             gpu.free(self.buffer)
             raise
+        self._fences = gpu.fences(device, self.page.memory, self.page.words_at, self.page.words)
         self._room = FreeList(nbytes)
         self._generation = 0
         self._live: dict[int, _Slot] = {}  # by fence
@@ -126,6 +133,7 @@ class DevicePool:
     def close(self) -> None:
         """Give the memory back, whoever reads it: a process that has it open keeps it until it closes it."""
         self.page.unlink()
+        self._fences.close()
         self.page.close()
         self._gpu.free(self.buffer)
 
@@ -135,10 +143,17 @@ class DevicePool:
             slot = self._returned.popleft()
             if slot.free():
                 self._room.free(slot.start)
-                self._idle.append(slot.fence if slot.fence.read.over() else self._new_fence(slot.fence.index))
+                if slot.fence.read.over():
+                    self._idle.append(slot.fence)
+                else:  # its reader has died, and nobody knows whether the device will still come to that record
+                    self._retire(slot.fence)
+                    self._idle.append(self._new_fence(slot.fence.index))
             else:
                 self._returned.append(slot)
-        self._overwritten = [slot for slot in self._overwritten if not slot.free()]
+        through = [slot for slot in self._overwritten if slot.free()]
+        for slot in through:
+            self._overwritten.remove(slot)
+            self._retire(slot.fence)
 
     def _take_fence(self) -> Pair | None:
         if self._idle:
@@ -153,12 +168,17 @@ class DevicePool:
 
     def _reuse_oldest(self) -> None:
         """Its range to the free list, its number to a new fence; its own events go on being waited for."""
+        fence = self._new_fence(self._returned[0].fence.index)  # may raise: nothing has changed then
         slot = self._returned.popleft()
         self._room.free(slot.start)
         self._overwritten.append(slot)
-        self._idle.append(self._new_fence(slot.fence.index))
+        self._idle.append(fence)
 
     def _new_fence(self, index: int) -> Pair:
-        fence = Pair(index, self._gpu.fence(self._device), self._gpu.fence(self._device))
+        fence = Pair(index, self._fences.new(), self._fences.new())
         self.page.set_fence(index, fence.written.handle(), fence.read.handle())
         return fence
+
+    def _retire(self, fence: Pair) -> None:
+        self._fences.retire(fence.written)
+        self._fences.retire(fence.read)

@@ -13,7 +13,7 @@ import os
 import selectors
 import threading
 
-from omni_bus.connectors.cuda_device import Fence
+from omni_bus.connectors.cuda_fences import Fence
 
 _log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 
 from omni_bus import segments
 from omni_bus.attach import ATTACH_ANEW, DISMISSED, OTHER_SERVER, Attachment, attachment, remote_name
+from omni_bus.connectors.cuda_device import CudaGpu
 from omni_bus.connectors.cuda_ipc import CudaIpcConnector
 from omni_bus.connectors.data_socket import DataSockets
 from omni_bus.connectors.select import Connectors
@@ -64,7 +65,8 @@ def serve(run_dir: RunDir, seat: str, incarnation: int, stop: StopSignal, ready_
     segments.sweep()
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads_of(deployment, workers[seat]))
-    cuda_ipc = CudaIpcConnector(run_dir.tag, buffer_bytes=deployment.bus.gpu_buffer_mb << 20)
+    gpu = CudaGpu("words" if deployment.bus.gpu_fences == "words" else "events")
+    cuda_ipc = CudaIpcConnector(run_dir.tag, gpu, buffer_bytes=deployment.bus.gpu_buffer_mb << 20)
     connectors = Connectors(run_dir.tag, cuda_ipc=cuda_ipc, tcp=tcp_connector(deployment.bus, secrets, attached))
     link: BrokerLink
     if attached is not None:

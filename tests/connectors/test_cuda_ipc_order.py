@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from omni_bus import segments
 from omni_bus.connectors.base import DTYPES
 from omni_bus.connectors.cuda_control import ControlPage
 from omni_bus.connectors.cuda_ipc import CudaIpcConnector
+from omni_bus.connectors.cuda_words import WordFence
 from omni_bus.connectors.select import Connectors
 from omni_bus.errors import Overloaded, ProtocolViolation, StaleTensor, TooLarge
 from omni_bus.events import EdgeRoute, TensorRef
@@ -33,9 +35,9 @@ SLOTS = 8
 class Pair:
     """A sender and a receiver as if in two processes."""
 
-    def __init__(self, machine: Machine, fences: int = 16) -> None:
+    def __init__(self, machine: Machine, fences: int = 16, words: int = 0) -> None:
         self.machine = machine
-        self.gpu, self.other_gpu = FakeGpu(machine), FakeGpu(machine)
+        self.gpu, self.other_gpu = FakeGpu(machine, words), FakeGpu(machine, words)
         self.sender = CudaIpcConnector(TAG, self.gpu, buffer_bytes=SLOTS * SLOT, fences=fences)
         self.receiver = CudaIpcConnector(TAG, self.other_gpu)
 
@@ -56,9 +58,15 @@ def machine() -> Machine:
     return Machine()
 
 
+@pytest.fixture(params=[0, 32], ids=["events", "words"])
+def words(request: pytest.FixtureRequest) -> int:
+    """How a fence is made: an event of the device, or a word of shared memory."""
+    return int(request.param)
+
+
 @pytest.fixture
-def pair(machine: Machine) -> Iterator[Pair]:
-    pair = Pair(machine)
+def pair(machine: Machine, words: int) -> Iterator[Pair]:
+    pair = Pair(machine, words=words)
     yield pair
     pair.receiver.close()
     pair.sender.close()
@@ -106,12 +114,12 @@ def test_views_travel_by_value(pair: Pair) -> None:
         pair.sender.release(ref)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_thousand_tensors_through_eight_slots_arrive_whole_whatever_the_streams_do(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "words"), [(0, 0), (1, 32), (2, 0), (3, 32)])
+def test_a_thousand_tensors_through_eight_slots_arrive_whole_whatever_the_streams_do(seed: int, words: int) -> None:
     """Host calls of a sender and three receivers, and work of their streams, by chance; a slot is returned before its read has begun on the device."""
     dice = random.Random(seed)
     machine = Machine(seed)
-    pair = Pair(machine, fences=dice.choice([SLOTS, 11, 64]))
+    pair = Pair(machine, fences=dice.choice([SLOTS, 11, 64]), words=8 * words)
     receivers = [(pair.receiver, pair.other_gpu)]
     receivers += [(CudaIpcConnector(TAG, gpu), gpu) for gpu in (FakeGpu(machine), FakeGpu(machine))]
     on_the_way: collections.deque[tuple[int, TensorRef]] = collections.deque()
@@ -165,8 +173,8 @@ def test_a_full_buffer_says_so_until_a_slot_comes_back(pair: Pair) -> None:
         pair.put(0, SLOTS * SLOT + 1)
 
 
-def test_a_buffer_whose_fences_are_all_taken_says_so_too(machine: Machine) -> None:
-    pair = Pair(machine, fences=4)
+def test_a_buffer_whose_fences_are_all_taken_says_so_too(machine: Machine, words: int) -> None:
+    pair = Pair(machine, fences=4, words=words)
     refs = [pair.must_put(number, 1) for number in range(4)]
     assert pair.put(9, 1) is None
     pair.sender.release(refs[0])  # its copy has not run yet: the slot is reused, and the stream waits
@@ -278,14 +286,18 @@ def test_a_reader_that_died_while_reading_gives_its_slot_back(pair: Pair, dead_p
     another.close()
 
 
-def test_a_live_reader_is_waited_for_and_its_death_ends_the_wait(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_reader_is_waited_for_and_its_death_ends_the_wait(
+    pair: Pair, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forced = threading.Event()
+    kind = WordFence if words else FakeFence
+    once = kind.force
 
-    def force(self: FakeFence) -> None:
-        self.event.reached = self.event.recorded
+    def force(self: Any) -> None:
+        once(self)
         forced.set()
 
-    monkeypatch.setattr(FakeFence, "force", force)
+    monkeypatch.setattr(kind, "force", force)
     first = pair.must_put(1, SLOTS * SLOT)
     pair.machine.run()
     reader = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -7,12 +7,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import mmap
 import random
+import struct
 from collections.abc import Callable
 
 import torch
 
-from omni_bus.connectors.cuda_device import HANDLE_BYTES
+from omni_bus.connectors.cuda_fences import HANDLE_BYTES, Fence, Fences
+from omni_bus.connectors.cuda_words import WordFences
 
 
 class OnGpu(torch.Tensor):
@@ -113,12 +116,73 @@ class FakeFence:
             pass
 
 
-class FakeGpu:
-    """One process's view: its one stream, and whatever memory and events it has made or opened."""
+class FakeEvents:
+    """Fences that are events of the machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, stream: Stream) -> None:
+        self._machine, self._stream = machine, stream
+
+    def new(self) -> FakeFence:
+        return FakeFence(self._machine, self._stream, Event())
+
+    def open(self, handle: bytes) -> FakeFence:
+        return FakeFence(self._machine, self._stream, self._machine.events[handle])
+
+    def retire(self, fence: Fence) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FakeStreamValues:
+    """Numbers in memory that the one stream writes and waits for. Addresses are offsets."""
+
+    def __init__(self, machine: Machine, stream: Stream) -> None:
+        self._machine, self._stream = machine, stream
+        self._memory: dict[int, tuple[int, mmap.mmap]] = {}  # by address of the first byte: its size, and itself
+
+    def map(self, device: int, memory: mmap.mmap) -> int:
+        address = next(self._machine.numbers) << 32
+        self._memory[address] = (len(memory), memory)
+        return address
+
+    def unmap(self, memory: mmap.mmap) -> None:
+        for address, (_, mapped) in list(self._memory.items()):
+            if mapped is memory:
+                del self._memory[address]
+
+    def write(self, device: int, address: int, number: int) -> None:
+        memory, at = self._find(address)
+
+        def store() -> bool:
+            struct.pack_into("<I", memory, at, number)
+            return True
+
+        self._stream.put(store)
+
+    def wait(self, device: int, address: int, number: int) -> None:
+        memory, at = self._find(address)
+
+        def there() -> bool:
+            found: int = struct.unpack_from("<I", memory, at)[0]
+            return ((found - number) & 0xFFFFFFFF) < 1 << 31
+
+        self._stream.put(there)
+
+    def _find(self, address: int) -> tuple[mmap.mmap, int]:
+        memory = self._memory[address >> 32 << 32][1]
+        return memory, address & 0xFFFFFFFF
+
+
+class FakeGpu:
+    """One process's view: its one stream, and whatever memory and events it has made or opened. `words`: as in Gpu."""
+
+    def __init__(self, machine: Machine, words: int = 0) -> None:
         self.machine = machine
+        self.words = words
         self.stream = Stream()
+        self.values = FakeStreamValues(machine, self.stream)
         machine.streams.append(self.stream)
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
@@ -153,8 +217,8 @@ class FakeGpu:
     def fence(self, device: int) -> FakeFence:
         return FakeFence(self.machine, self.stream, Event())
 
-    def open_fence(self, device: int, handle: bytes) -> FakeFence:
-        return FakeFence(self.machine, self.stream, self.machine.events[handle])
+    def fences(self, device: int, page: mmap.mmap, at: int, count: int) -> Fences:
+        return WordFences(self.values, device, page, at, count) if count else FakeEvents(self.machine, self.stream)
 
     def empty(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
