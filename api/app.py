@@ -11,7 +11,7 @@ from aiohttp import web
 from omni_bus.api import chat, models, speech, status, transcription
 from omni_bus.api.auth import API_KEYS, ApiKeys, require_key
 from omni_bus.api.bus import Bus
-from omni_bus.api.client_limit import LIMIT, ClientLimit, limit_requests
+from omni_bus.api.client_limit import limit_requests
 from omni_bus.api.cors import add_cors_headers, preflight
 from omni_bus.api.duplex.endpoint import duplex
 from omni_bus.api.errors_render import render_errors
@@ -46,7 +46,6 @@ def create_app(
     app[MODEL] = ServedModel.of(deployment, pipeline)
     app[METRICS] = metrics
     app[INTAKE] = Intake(deployment.api.max_body_mb * 2**20)
-    app[LIMIT] = ClientLimit(deployment.api.max_requests_per_client)
     app[WATCHERS] = Watchers()
     app.on_shutdown.append(app[WATCHERS].leave)
     app[LAG] = LoopLag(metrics.lagged, lambda: metrics.in_flight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -60,5 +61,8 @@ class Bus(Protocol):
 
     def watch(self, changed: Callable[[], None]) -> None:
         """`changed` is called from now on when a replica's state has changed, and when the broker is gone or back."""
+
+    def lease(self, kind: str, client: str) -> AbstractAsyncContextManager[None]:
+        """One more of events.REQUEST or SESSION of a client, over all API processes. Raises RateLimited, Overloaded or ShuttingDown."""
 
     async def close(self) -> None: ...

@@ -43,6 +43,7 @@ async def _submit(request: web.Request, chat: ChatRequest, share: IntakeShare) -
         payload=ChatInput(chat.messages, chat.tools),
         media=chat.media,
         deadline_s=chat.deadline_s,
+        priority=chat.priority,
         share=share,
     )
     return dataclasses.replace(chat, messages=(), media=(), tools=()), stream

@@ -16,6 +16,7 @@ from omni_bus.sampling import SamplingParams
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Priority = Literal["interactive", "batch"]  # of a request, where it has to wait
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -126,12 +127,14 @@ class ChatBody(SamplingBody, kw_only=True):
     sampling: dict[str, msgspec.Raw] | None = None
     sampling_params_list: list[msgspec.Raw] | None = None
     timeout: float | None = None
+    priority: Priority | None = None
 
 
 BodyT = TypeVar("BodyT")
 
 _VALID = (  # the end of a field's path → its values
     (re.compile(r"\b(tools|tool_calls)\[\d+\]\.type$"), "function"),
+    (re.compile(r"^priority$"), "interactive, batch"),
     (re.compile(r"\brole$"), "system, developer, user, assistant, tool"),
     (re.compile(r"\btype$"), "text, input_audio, audio_url, image_url, video_url"),
 )

@@ -38,6 +38,7 @@ class ChatRequest:
     include_usage: bool
     audio_format: str
     deadline_s: float
+    priority: str | None  # None: not said
 
 
 def parse_chat(body: bytes | bytearray, model: ServedModel, timeout_header: str | None = None) -> ChatRequest:
@@ -66,6 +67,7 @@ def parse_chat(body: bytes | bytearray, model: ServedModel, timeout_header: str 
         include_usage=chat.stream_options is not None and chat.stream_options.include_usage is True,
         audio_format=_audio_format(chat, stream),
         deadline_s=deadline_s(chat.timeout, timeout_header, model.max_deadline_s),
+        priority=chat.priority,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -24,6 +25,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+# Seconds, for errors that do not bring a number of their own.
 _RETRY_AFTER_S = {"no_ready_replica": 5, "shutting_down": 10, "broker_lost": 1, "overloaded": 1, "rate_limit_exceeded": 1}
 
 
@@ -42,7 +44,8 @@ def _encodable(text: str) -> str:
 def error_response(error: OmniBusError) -> web.Response:
     headers = {}
     if error.status in (429, 503):
-        headers["Retry-After"] = str(_RETRY_AFTER_S.get(error.code, 1))
+        computed = error.retry_after_s
+        headers["Retry-After"] = str(_RETRY_AFTER_S.get(error.code, 1) if computed is None else max(1, math.ceil(computed)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):

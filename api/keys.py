@@ -26,6 +26,7 @@ FETCHER = web.AppKey("fetcher", MediaFetcher)
 REQUEST_ID = web.RequestKey("request_id", str)  # ours: also the label at the broker and the X-Request-Id of the answer
 LABEL = web.RequestKey("label", str)  # what the client calls it, for the log only
 CLIENT = web.RequestKey("client", str)  # which of the keys it came with; absent where there are no keys
+PRIORITY = web.RequestKey("priority", str)  # of that key's requests, where they do not say one
 ARRIVAL = web.RequestKey("arrival", float)  # time.monotonic()
 OUTCOME = web.RequestKey("outcome", int)  # of a streamed answer that ended badly: the status it would have had
 ENDLESS = web.RequestKey("endless", bool)  # a stream that goes on until its client leaves: to leave is no cancel

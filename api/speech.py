@@ -20,7 +20,12 @@ async def speech(request: web.Request) -> web.StreamResponse:
         body = await read_json_body(request, share)
         wanted = await parsed(request, body, lambda body: parse_speech(body, model, timeout))
         stream = await submit(
-            request, options=wanted.options, payload=wanted.payload, deadline_s=wanted.deadline_s, share=share
+            request,
+            options=wanted.options,
+            payload=wanted.payload,
+            deadline_s=wanted.deadline_s,
+            priority=wanted.priority,
+            share=share,
         )
     async with ending(stream):
         timing = AnswerTiming(request.app[METRICS], request[ARRIVAL])

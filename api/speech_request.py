@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from omni_bus.api.chat_body import Int64, decode_json
+from omni_bus.api.chat_body import Int64, Priority, decode_json
 from omni_bus.api.served import ServedModel
 from omni_bus.api.submission import deadline_s
 from omni_bus.api.tempo import MAX_SPEED, MIN_SPEED
@@ -35,6 +35,7 @@ class SpeechBody(msgspec.Struct, kw_only=True):
     stream_format: str | None = None
     seed: Int64 | None = None
     timeout: float | None = None
+    priority: Priority | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class SpeechRequest:
     speed: float
     events: bool  # SSE instead of the audio itself
     deadline_s: float
+    priority: str | None  # None: not said
 
 
 def parse_speech(body: bytes | bytearray, model: ServedModel, timeout_header: str | None = None) -> SpeechRequest:
@@ -76,6 +78,7 @@ def parse_speech(body: bytes | bytearray, model: ServedModel, timeout_header: st
         speed=speed,
         events=speech.stream_format == "sse",
         deadline_s=deadline_s(speech.timeout, timeout_header, model.max_deadline_s),
+        priority=speech.priority,
     )
 
 

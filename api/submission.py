@@ -7,15 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from omni_bus.api.bus import RequestStream
 from omni_bus.api.intake import IntakeShare
-from omni_bus.api.keys import BUS, FETCHER, LABEL, REQUEST_ID, THREADS
+from omni_bus.api.keys import BUS, FETCHER, LABEL, PRIORITY, REQUEST_ID, THREADS
 from omni_bus.api.media import THREAD_ABOVE, MediaSource, load_media
 from omni_bus.api.request_context import seconds_left, until
 from omni_bus.errors import DeadlineExceeded, InvalidRequest
-from omni_bus.events import RequestOptions
+from omni_bus.events import INTERACTIVE, RequestOptions
 from omni_bus.payloads import ChatInput
 from omni_bus.wire import HostTensor
 
@@ -54,11 +55,12 @@ async def submit(
     options: RequestOptions,
     payload: ChatInput,
     deadline_s: float,
+    priority: str | None,
     media: Sequence[MediaSource] = (),
     tensors: dict[str, HostTensor] | None = None,
     share: IntakeShare,
 ) -> RequestStream:
-    """media: to be loaded; tensors: loaded already. Raises what load_media does, and DeadlineExceeded."""
+    """priority: None: that of the client's key. media: to be loaded; tensors: loaded already. Raises what load_media does, and DeadlineExceeded."""
     async with until(request, deadline_s):
         loaded = await load_media(media, request.app[FETCHER], request.app[THREADS], share)
     left = seconds_left(request, deadline_s)
@@ -66,7 +68,11 @@ async def submit(
         raise DeadlineExceeded("the request's time was over before its media were read")
     label = " ".join(name for name in (request[REQUEST_ID], request[LABEL]) if name)
     return await request.app[BUS].submit(
-        options=options, payload=payload, tensors={**(tensors or {}), **loaded}, deadline_s=left, label=label
+        options=msgspec.structs.replace(options, priority=priority or request.get(PRIORITY, INTERACTIVE)),
+        payload=payload,
+        tensors={**(tensors or {}), **loaded},
+        deadline_s=left,
+        label=label,
     )
 
 

@@ -57,6 +57,7 @@ async def _submit(
         payload=payload,
         tensors={"media0": HostTensor("float32", (count,), samples)},
         deadline_s=wanted.deadline_s,
+        priority=wanted.priority,
         share=share,
     )
     return stream, count / SAMPLE_RATE

@@ -1,4 +1,4 @@
-"""The WebSockets of every voice protocol: who may open one, how many are open, and that a stop of the server closes them with 1012."""
+"""The WebSockets of every voice protocol: who may open one, that the broker counts them, and that a stop of the server closes them with 1012."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from yarl import URL
 
 from omni_bus.api.auth import API_KEYS
+from omni_bus.api.client_limit import client_name
 from omni_bus.api.http_errors import OriginRefused
-from omni_bus.api.keys import BUS, CLIENT, CONFIG, FETCHER, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
-from omni_bus.api.voice.limits import SessionCount
+from omni_bus.api.keys import BUS, CONFIG, FETCHER, LABEL, METRICS, MODEL, REQUEST_ID, THREADS
 from omni_bus.api.voice.services import VoiceServices
 from omni_bus.errors import InvalidRequest, OmniBusError, TooLarge
+from omni_bus.events import SESSION
 
 PING_S = 30.0  # a client that does not answer within half of it is gone
 CLOSE_S = 2.0  # for a client to answer a close
@@ -43,7 +44,6 @@ class ConnectionType(Protocol):
 
 Load = Callable[[], ConnectionType]
 
-SESSIONS = web.AppKey("sessions", SessionCount)
 CONNECTIONS: web.AppKey[set[Connection]] = web.AppKey("connections")
 
 
@@ -78,8 +78,8 @@ async def serve_socket(request: web.Request, protocol: str, load: Load) -> web.S
     socket = _Socket(protocol, load, config.session_event_mb)
     connection_type = await asyncio.get_running_loop().run_in_executor(request.app[THREADS], load)
     metrics = request.app[METRICS]
-    with contextlib.ExitStack() as session:
-        session.enter_context(request.app[SESSIONS].one(request.get(CLIENT, request.remote or "")))
+    async with contextlib.AsyncExitStack() as session:
+        await session.enter_async_context(request.app[BUS].lease(SESSION, client_name(request)))
         # Last: a browser does not tell a page why its WebSocket was refused, so the page asks again without one.
         if not socket.can_prepare(request):
             raise InvalidRequest(f"this address speaks WebSocket: connect with a {protocol} client")
@@ -141,6 +141,5 @@ def _is_own_name(host: str | None, own: str) -> bool:
 
 def add_voice_sockets(app: web.Application) -> None:
     """What the sockets of all protocols share, and what lives as long as the server."""
-    app[SESSIONS] = SessionCount(app[CONFIG])
     app[CONNECTIONS] = set()
     app.on_shutdown.append(close_all)

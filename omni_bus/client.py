@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -15,6 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from omni_bus import events, wire
+from omni_bus.client_leases import ClientLeases
 from omni_bus.errors import (
     BrokerLost,
     Cancelled,
@@ -170,6 +172,7 @@ class BusClient:
         self._credits: dict[str, int] = {}
         self._tickets = itertools.count(1)
         self._requests: dict[int, _Request] = {}
+        self._leases = ClientLeases(self._send)
         self._queries: dict[int, asyncio.Future[events.Status]] = {}
         self._watch = next(self._tickets)  # the query that asks the broker to tell of changes
         self._changed: Callable[[], None] | None = None
@@ -245,6 +248,19 @@ class BusClient:
         if self._connected:
             self._send(events.StatusQuery(self._watch, watch=True))
 
+    @contextlib.asynccontextmanager
+    async def lease(self, kind: str, client: str) -> AsyncIterator[None]:
+        """One more request or session of a client for as long as the block lasts, over all API processes.
+
+        Raises RateLimited or Overloaded where that is too many, ShuttingDown without a broker.
+        """
+        if self._closed or self._stopping:
+            raise ShuttingDown("the server is not taking requests")
+        if not self._connected:
+            raise BrokerLost("a part of the server is being started again; try again in a moment")
+        async with self._leases.one(kind, client):
+            yield
+
     async def close(self) -> None:
         """Cancel what is open and leave; nothing stays behind. Streams that are still read end with Cancelled."""
         if self._closed:
@@ -304,6 +320,7 @@ class BusClient:
     def _end_all(self, error: OmniBusError) -> None:
         for ticket in list(self._requests):
             self._end(ticket, error)
+        self._leases.broker_lost(error)
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -338,6 +355,8 @@ class BusClient:
                 self._completed(event)
             case events.RequestFailed():
                 self._end(event.ticket, from_info(event.error))
+            case events.Leased() | events.LeaseRefused():
+                self._leases.answered(event)
             case events.RequestCancelled():
                 self._end(event.ticket, Cancelled("the request was cancelled"))
             case events.Status():
@@ -348,6 +367,7 @@ class BusClient:
                     answer.set_result(event)
             case events.Welcome():
                 self._credits = event.credits
+                self._leases.renew()
                 if not self._welcome.done():
                     self._welcome.set_result(None)
                 if self._changed is not None:

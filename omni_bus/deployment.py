@@ -27,13 +27,13 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     port: int = 8091
     processes: int = 1
     api_keys_file: str = ""  # one key per line; absent = open, loopback only
-    max_requests_per_client: int = 0  # in flight in one API process for a key, or an address where there are none; 0 = any
+    max_requests_per_client: int = 0  # in flight for a key, or an address where there are none; 0 = any
     max_body_mb: int = 64
     deadline_s: float = 300.0  # of a request that does not say one
     media_hosts: tuple[str, ...] = ()  # hosts media URLs may name; empty = any public one
     allow_private_media: bool = False  # let media URLs reach private addresses
     cors_origins: tuple[str, ...] = ()
-    max_sessions: int = 256  # voice sessions (open WebSockets) of one API process; one more is answered 503; 0 = any
+    max_sessions: int = 256  # voice sessions (open WebSockets) of the server; one more is answered 503; 0 = any
     max_sessions_per_client: int = 0  # of them, for a key, or an address without keys; one more is answered 429; 0 = any
     session_s: float = 3600.0  # after which a session is closed
     session_idle_s: float = 600.0  # without a word of the client, after which it is

@@ -17,6 +17,7 @@ from omni_bus.sampling import SamplingParams
 
 PROTOCOL = 1
 INTERACTIVE, BATCH = PRIORITIES = ("interactive", "batch")  # of requests
+REQUEST, SESSION = "request", "session"  # what a client may have so many of at a time
 CLIENT = "client"  # the pseudo stage at both ends of every pipeline
 
 
@@ -135,6 +136,22 @@ class CancelRequest(Event, frozen=True):
     ticket: int
 
 
+class Lease(Event, frozen=True):
+    """One more request or voice session of a client; answered with Leased or LeaseRefused. Ends with Release, or with the connection.
+
+    `renewed`: a broker that has ended had granted it, and it is not asked for again but told.
+    """
+
+    lease: int  # numbered by the process that asks
+    kind: str  # REQUEST | SESSION
+    client: str  # a name made by the API: of a key, or of an address; never what a client sent
+    renewed: bool = False
+
+
+class Release(Event, frozen=True):
+    lease: int
+
+
 class StatusQuery(Event, frozen=True):
     """Answered with Status; `watch`: also at every change of a replica's state (the supervisor's progress lines)."""
 
@@ -207,6 +224,15 @@ class Completed(Event, frozen=True):
 
 class RequestFailed(Event, frozen=True):
     ticket: int
+    error: ErrorInfo
+
+
+class Leased(Event, frozen=True):
+    lease: int
+
+
+class LeaseRefused(Event, frozen=True):
+    lease: int
     error: ErrorInfo
 
 
@@ -392,7 +418,22 @@ class Heartbeat(Event, frozen=True):
     loads: tuple[StageLoad, ...]
 
 
-ClientToBroker = Hello | Submit | Append | CancelRequest | Consumed | StatusQuery | Exited | Expect | DrainWorker | StopServing
-BrokerToClient = Welcome | Ping | Delta | Consumed | Completed | RequestFailed | RequestCancelled | Status | Shutdown
+ClientToBroker = (
+    Hello
+    | Submit
+    | Append
+    | CancelRequest
+    | Consumed
+    | StatusQuery
+    | Lease
+    | Release
+    | Exited
+    | Expect
+    | DrainWorker
+    | StopServing
+)
+BrokerToClient = (
+    Welcome | Ping | Delta | Consumed | Completed | Leased | LeaseRefused | RequestFailed | RequestCancelled | Status | Shutdown
+)
 BrokerToWorker = Open | Chunk | Consumed | Close | Cancel | Drain | Shutdown | Ping | Attached | Refused
 WorkerToBroker = Attach | Leave | Register | Load | Ready | Chunk | Consumed | Done | Failed | Cancelled | Heartbeat

@@ -16,8 +16,9 @@ from omni_bus.attach import Reception
 from omni_bus.binding import Binder
 from omni_bus.deployment import Deployment
 from omni_bus.drains import Drains
-from omni_bus.errors import OmniBusError, ProtocolViolation, ShuttingDown
+from omni_bus.errors import OmniBusError, Overloaded, ProtocolViolation, RateLimited, ShuttingDown
 from omni_bus.keys import ServerSecrets
+from omni_bus.leases import Leases
 from omni_bus.lifecycle import Lifecycle
 from omni_bus.registry import Registry, Worker
 from omni_bus.request import Frames
@@ -57,6 +58,7 @@ class Orchestrator:
         self.registry = Registry(deployment)
         self._binder = Binder(pipeline, deployment, self.registry)
         self.lifecycle = Lifecycle(pipeline, deployment, self._binder, self._send, log, now)
+        self._leases = Leases(deployment.api)
         self._changed = False  # a replica's state, since the watchers were last told
         self._clock_changes = 0
         self._drains = Drains()
@@ -95,6 +97,7 @@ class Orchestrator:
         if worker is not None:
             self._lose(worker, "its connection is gone", now)
         elif self._clients.pop(peer, None) is not None:
+            self._leases.release_all(peer)
             self.lifecycle.client_gone(peer, now)
         return self._flush(now)
 
@@ -154,6 +157,10 @@ class Orchestrator:
                 self.lifecycle.consumed_by_client(peer, event, now)
             case events.CancelRequest():
                 self.lifecycle.cancel_ticket(peer, event.ticket, now)
+            case events.Lease():
+                self._lease(peer, event)
+            case events.Release():
+                self._leases.release(peer, event.lease)
             case events.StatusQuery():
                 client.watch = event.query if event.watch else client.watch
                 self._send(peer, self._status(event.query, now), ())
@@ -182,6 +189,15 @@ class Orchestrator:
         else:
             client.last_ticket = event.ticket
             self.lifecycle.submit(peer, event, frames, now)
+
+    def _lease(self, peer: bytes, event: events.Lease) -> None:
+        try:
+            self._leases.take(peer, event)
+        except (RateLimited, Overloaded) as error:
+            self._send(peer, events.LeaseRefused(event.lease, error.info()), ())
+        else:
+            if not event.renewed:
+                self._send(peer, events.Leased(event.lease), ())
 
     def _stranger(self, peer: bytes, event: events.Event) -> None:
         """Someone who did not introduce itself. A worker of an earlier broker will, as soon as it sees that its connection was cut."""

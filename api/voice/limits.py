@@ -1,49 +1,14 @@
-"""How many voice sessions there are, for the server and for each client, and how fast, how idle and how long each may be."""
+"""How fast, how idle and how long a voice session may be."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from omni_bus.deployment import ApiConfig
-from omni_bus.errors import Overloaded, RateLimited
+from omni_bus.errors import RateLimited
 
 BURST_S = 10.0  # of its allowed rate a client may send at once: what a network that stood still brings together
-
-
-class SessionCount:
-    """Of one API process. A client is a key of `api_keys_file`, or an address where there are no keys."""
-
-    def __init__(self, config: ApiConfig) -> None:
-        self._most = config.max_sessions
-        self._most_per_client = config.max_sessions_per_client
-        self._open = 0
-        self._per_client: collections.Counter[str] = collections.Counter()  # only of those that have any
-
-    def __len__(self) -> int:
-        return self._open
-
-    @contextlib.contextmanager
-    def one(self, client: str) -> Iterator[None]:
-        """One session for as long as the block lasts. Raises RateLimited (429) or Overloaded (503)."""
-        if 0 < self._most_per_client <= self._per_client[client]:
-            most = self._most_per_client
-            raise RateLimited(
-                f"a client may have {most} session{'s' * (most > 1)} open at a time; close one first", code="too_many_sessions"
-            )
-        if 0 < self._most <= self._open:
-            raise Overloaded("the server has as many sessions as it takes; try again when one has ended")
-        self._open += 1
-        self._per_client[client] += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-            self._per_client[client] -= 1
-            if not self._per_client[client]:
-                del self._per_client[client]
 
 
 class EventRate:

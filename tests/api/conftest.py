@@ -93,14 +93,15 @@ async def start() -> AsyncIterator[StartServer]:
             ear: bool = False,
             **api: object,
         ) -> Server:
-            bus = ScriptedBus()
+            config = ApiConfig(**api)  # type: ignore[arg-type]
+            bus = ScriptedBus(config)
 
             async def connect() -> ScriptedBus:
                 return bus
 
             deployment = Deployment(
                 model=ModelConfig(pipeline="scripted", name=MODEL),
-                api=ApiConfig(**api),  # type: ignore[arg-type]
+                api=config,
                 bus=BusConfig(),
                 stages={},
                 edges={},

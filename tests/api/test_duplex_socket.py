@@ -14,7 +14,7 @@ from omni_bus.api import voice_connection
 from omni_bus.api.duplex import server_messages
 from omni_bus.api.voice import events
 from omni_bus.api.voice.events import SessionEvent
-from omni_bus.api.voice_socket import CONNECTIONS, SESSIONS, close_all
+from omni_bus.api.voice_socket import CONNECTIONS, close_all
 from omni_bus.payloads import TextPart
 from tests.api.conftest import Server, StartServer
 from tests.support.duplex_socket import AUDIO, CONTROL, EVENT, HELLO, TEXT, DuplexSocket, SocketClosed, connected
@@ -44,7 +44,7 @@ async def closed(socket: DuplexSocket) -> int | None:
 
 async def gone(server: Server) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while server.app[CONNECTIONS] or len(server.app[SESSIONS]):  # noqa: ASYNC110 - no event tells a test of it
+        while server.app[CONNECTIONS] or len(server.bus.leases):  # noqa: ASYNC110 - no event tells a test of it
             await asyncio.sleep(0.01)
 
 

@@ -11,7 +11,7 @@ import pytest
 from bench.realtime_socket import RealtimeSocket, SocketClosed, connected
 from omni_bus.api import voice_connection
 from omni_bus.api.realtime import connection
-from omni_bus.api.voice_socket import CONNECTIONS, SESSIONS, close_all
+from omni_bus.api.voice_socket import CONNECTIONS, close_all
 from tests.api.conftest import Server, StartServer
 from tests.support.realtime_events import EventChecker
 from tests.support.scripted_bus import FOREVER, MODEL, audio, text
@@ -44,7 +44,7 @@ async def closed(socket: RealtimeSocket) -> int | None:
 async def gone(server: Server) -> None:
     """Until no session is left."""
     async with asyncio.timeout(PATIENCE_S):
-        while server.app[CONNECTIONS] or len(server.app[SESSIONS]):  # noqa: ASYNC110 - no event tells a test of it
+        while server.app[CONNECTIONS] or len(server.bus.leases):  # noqa: ASYNC110 - no event tells a test of it
             await asyncio.sleep(0.01)
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
 
 from omni_bus.client import StreamItem
-from omni_bus.events import ReplicaStatus, RequestOptions, StageLoad, Status
+from omni_bus.deployment import ApiConfig
+from omni_bus.events import Lease, ReplicaStatus, RequestOptions, StageLoad, Status
+from omni_bus.leases import Leases
 from omni_bus.payloads import AudioDelta, ChatInput, InputTranscript, TextDelta
 from omni_bus.wire import HostTensor
 
@@ -105,7 +108,7 @@ class ScriptedBus:
     """Answers every request from `script`, or from `scripts` in turn as long as there are any; `missing` are stages that are not
     ready; `submit_error` refuses."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ApiConfig | None = None) -> None:
         self.script: Script = GOOD
         self.scripts: collections.deque[Script] = collections.deque()
         self.missing: tuple[str, ...] = ()
@@ -114,6 +117,8 @@ class ScriptedBus:
         self.changed: Callable[[], None] = lambda: None  # called when a replica's state has changed
         self.submissions: list[Submission] = []
         self.streams: list[ScriptedStream] = []
+        self.leases = Leases(config or ApiConfig())
+        self.leased = 0
         self.asked = asyncio.Event()  # set by the first request
 
     async def submit(
@@ -158,5 +163,16 @@ class ScriptedBus:
             edge_bytes={"client->thinker|inline": 600},
             uptime_s=1.0,
         )
+
+    @contextlib.asynccontextmanager
+    async def lease(self, kind: str, client: str) -> AsyncIterator[None]:
+        """Counted as the broker counts them."""
+        self.leased += 1
+        number = self.leased
+        self.leases.take(b"api", Lease(number, kind, client))
+        try:
+            yield
+        finally:
+            self.leases.release(b"api", number)
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""How many sessions, how many events, how long: each limit refuses what is beyond it and nothing else."""
+"""How many events, how idle, how long: each limit refuses what is beyond it and nothing else."""
 
 from __future__ import annotations
 
@@ -6,28 +6,9 @@ import asyncio
 
 import pytest
 
-from omni_bus.api.voice.limits import BURST_S, EventRate, SessionCount, SessionTimer
+from omni_bus.api.voice.limits import BURST_S, EventRate, SessionTimer
 from omni_bus.deployment import ApiConfig
-from omni_bus.errors import Overloaded, RateLimited
-
-
-def test_sessions_of_the_server_and_of_one_client() -> None:
-    count = SessionCount(ApiConfig(max_sessions=3, max_sessions_per_client=2))
-    with count.one("ada"), count.one("ada"):
-        with pytest.raises(RateLimited), count.one("ada"):
-            pass
-        with count.one("bob"), pytest.raises(Overloaded), count.one("eve"):
-            pass
-        assert len(count) == 2
-    assert len(count) == 0
-    with count.one("ada"):
-        pass
-
-
-def test_no_limit_is_none() -> None:
-    count = SessionCount(ApiConfig(max_sessions=0))
-    with count.one("a"), count.one("a"), count.one("a"):
-        assert len(count) == 3
+from omni_bus.errors import RateLimited
 
 
 def test_a_rate_lets_a_burst_pass_and_then_only_so_many() -> None:
