@@ -170,8 +170,12 @@ def started(
 ) -> Iterator[Server]:
     """`omni-bus up` on a free port, which the block waits for and ends; what a failed test leaves is killed.
 
-    `config`: a path, or a name in configs/. `run_base`: of another server, to find what that one left.
+    `config`: a path, or a name in configs/. `run_base`: of another server, to find what that one left. Unless `sets` say otherwise, no
+    request waits for what stages can carry: what a slow machine could would be another thing in each run, and a test of so many
+    streams at once is to have them at once.
     """
+    if not any(text.startswith("bus.admit_rtf") for text in sets):
+        sets = (*sets, "bus.admit_rtf=0")
     # A Unix socket's path is short, and pytest's own directories are long.
     base = pathlib.Path(tempfile.mkdtemp(prefix="ob-", dir=run_base))
     port = free_port()
