@@ -93,6 +93,12 @@ async def ask(server: Server, text: str) -> str:
     return await asyncio.to_thread(chat)
 
 
+def bound(server: Server, worker: str) -> int:
+    """Requests, as the broker counts them."""
+    replicas = [replica for stage in server.get("/v1/status")["stages"] for replica in stage["replicas"]]
+    return sum(replica["requests"] for replica in replicas if replica["worker"] == worker)
+
+
 @pytest.mark.parametrize("victim", ["source.0", "relay.0", "sink.0"])
 async def test_a_killed_worker_costs_its_own_requests_only(server: Server, victim: str) -> None:
     async with load_on(server) as load:
@@ -105,28 +111,37 @@ async def test_a_killed_worker_costs_its_own_requests_only(server: Server, victi
     assert set(ends) <= {"done", "replica_lost", "no_ready_replica"}, ends
     lost = [stream for stream in load.streams if stream.end == "replica_lost"]
     assert lost, "there were streams on it"
-    # Those that were running when it died hear of it at once; one that begins meanwhile may meet it too.
+    # Those that were running when it died hear of it at once, and not after some heartbeats; one that begins meanwhile may meet it too.
     assert all(stream.ended - killed < AT_ONCE_S for stream in lost if stream in running_then)
+    assert why_lost(server, victim) in ("its process ended", "its connection is gone")
     if victim != "source.0":
         assert {stream.end for stream in only_text(load.streams)} == {"done"}, "they have nothing to do with it"
     if victim == "relay.0":
         assert ends["no_ready_replica"] == 0, "the other replica takes the new ones"
         assert "done" in {stream.end for stream in running_then if "audio" in stream.modalities}, "the other's go on"
 
-    assert why_lost(server, victim) in ("its process ended", "its connection is gone")
 
 async def test_requests_that_have_sent_nothing_run_again_and_nobody_notices(server: Server) -> None:
-    """They are bound to a relay each, and source has not come to their first word when one relay ends."""
-    asked = [asyncio.ensure_future(ask(server, "!sleep:source:3500 one two")) for _ in range(2)]
-    await asyncio.to_thread(
-        eventually,
-        lambda: server.get("/v1/status")["requests"].get("running", 0) == 2,
-        20,
-        "both are in the first step, or wait for it",
-    )
-    psutil.Process(pid(server, "relay.0")).kill()
-    async with asyncio.timeout(60):
-        assert await asyncio.gather(*asked) == ["done"] * 2
+    """Bound to one relay or the other, they wait for their first word, as the source sleeps, when one relay ends."""
+    for _ in range(5):  # on a machine that sleeps longer than the source does, they are heard too soon
+        async with load_on(server, text_only=16) as load:
+            await load.all_run()
+            sleeper = asyncio.ensure_future(ask(server, "!sleep:source:5000 a"))
+            await load.stands_still(0.4)
+            asked = [load.ask(words=3) for _ in range(8)]
+            while await asyncio.to_thread(bound, server, "sink.0") < 9 and not any(stream.events for stream, _ in asked):
+                pass
+            on_it = await asyncio.to_thread(bound, server, "relay.0")  # no text has business there
+            untouched = [stream for stream, _ in asked if not stream.events]
+            psutil.Process(pid(server, "relay.0")).kill()
+            async with asyncio.timeout(60):
+                await asyncio.gather(sleeper, *(task for _, task in asked))
+        assert {stream.end for stream in untouched} <= {"done"}
+        assert set(load.ends()) <= {"done", "replica_lost"} and {stream.end for stream in only_text(load.streams)} == {"done"}
+        await asyncio.to_thread(eventually, lambda: whole(server), BACK_S, "it is back")
+        if len(untouched) == len(asked) and on_it >= 2:
+            return
+    pytest.fail("no request was there that had sent nothing")
 
 
 async def test_a_stopped_worker_is_noticed_and_those_on_its_sibling_go_on(server: Server) -> None:

@@ -60,6 +60,7 @@ class SteadyLoad:
         self._pause_s = pause_s
         self._over = False
         self._loops: list[asyncio.Task[None]] = []
+        self._more: list[asyncio.Task[None]] = []
         self.streams: list[Stream] = []
 
     async def __aenter__(self) -> Self:
@@ -79,9 +80,15 @@ class SteadyLoad:
                 async with asyncio.timeout(150):
                     await asyncio.gather(*self._loops)
         finally:
-            for loop in self._loops:
+            for loop in (*self._loops, *self._more):
                 loop.cancel()
             await self._http.close()
+
+    def ask(self, words: int) -> tuple[Stream, asyncio.Task[None]]:
+        """One more stream, with speech, beside the others; the task ends with it, and raises what no fault explains."""
+        stream = Stream(self._count + len(self._more), words, ("text", "audio"), time.monotonic())
+        self._more.append(asyncio.create_task(self._ask(stream)))
+        return stream, self._more[-1]
 
     def running(self) -> list[Stream]:
         return [stream for stream in self.streams if not stream.end]
@@ -95,6 +102,14 @@ class SteadyLoad:
                 if len(found) >= self._count // 2:
                     return found
                 await asyncio.sleep(0.005)
+
+    async def stands_still(self, seconds: float) -> None:
+        """Until no stream has had an event for so long."""
+        async with asyncio.timeout(60):
+            before = -1
+            while before != (now := sum(stream.events for stream in self.streams)):
+                before = now
+                await asyncio.sleep(seconds)
 
     async def serves(self, seconds: float) -> float:
         """Seconds until every place has had an answer that it began to ask for after this call."""
