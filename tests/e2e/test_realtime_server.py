@@ -235,7 +235,9 @@ async def test_an_interruption_frees_every_slot_and_block_of_qwen3_omni(omni: Se
         assert (done["id"], done["status_details"]["reason"]) == (first["response_id"], "turn_detected")
         assert done["usage"]["input_tokens"] > 0 and done["usage"]["output_token_details"]["audio_tokens"] > 0
         await asyncio.to_thread(eventually, lambda: idle(omni), PATIENCE_S, "no slot and no KV block is held")
-        assert await acknowledged(omni) == before + 1
+        async with asyncio.timeout(PATIENCE_S):
+            while await acknowledged(omni) != before + 1:  # noqa: ASYNC110 - told by a metric only
+                await asyncio.sleep(0.05)
 
 
 @pytest.mark.timeout(600)
