@@ -30,7 +30,7 @@ def shared_server() -> Iterator[Serve]:
     started: dict[tuple[str, tuple[str, ...]], Server] = {}
     with contextlib.ExitStack() as servers:
 
-        def start(config: pathlib.Path | str, sets: Sequence[str] = (), ready_s: float = 120.0) -> Server:
+        def start(config: pathlib.Path | str, sets: Sequence[str] = (), ready_s: float = 240.0) -> Server:
             key = (str(config), tuple(sets))
             if key not in started:
                 started[key] = servers.enter_context(running(config, sets=sets, ready_s=ready_s))

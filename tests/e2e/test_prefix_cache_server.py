@@ -27,7 +27,7 @@ from tests.support.cascade import Driver, skip_without_packages
 from tests.support.qwen3_omni import AUDIO, Case, Reference, chirp, options
 from tests.support.running_server import Server, eventually, running
 
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 BLOCK = 16  # the default
 
 

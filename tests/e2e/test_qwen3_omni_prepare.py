@@ -24,7 +24,7 @@ from omni_bus.wire import HostTensor
 from tests.support.qwen3_omni import chirp, options, picture, png, tensor_of
 from tests.support.running_server import Server, eventually, running
 
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 RATE = 16_000
 BLOCK = 16  # positions in a KV block
 PREPARE = RequestOptions(prepare=True)

@@ -201,7 +201,7 @@ def started(
 
 
 @contextlib.contextmanager
-def running(config: pathlib.Path | str, *, ready_s: float = 120.0, **said: Any) -> Iterator[Server]:
+def running(config: pathlib.Path | str, *, ready_s: float = 240.0, **said: Any) -> Iterator[Server]:
     """A ready server. Unless the block has stopped it itself, it is stopped by Ctrl-C behind it and must leave nothing."""
     with started(config, **said) as server:
         server.wait_ready(ready_s)
