@@ -29,7 +29,7 @@ from omni_bus.spec import load_pipeline
 PIPELINE = load_pipeline("probe")
 CHAT = ChatInput(())
 OUT = "source->client"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class FakeBroker:
