@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, Playwright, WebSocket
 
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
 NAME = "omni.test"  # a host's name, as DNS has them: an insecure page, unlike those of localhost
-WAIT_MS = 60_000  # for anything that a server on a busy machine has to do
+WAIT_MS = 180_000  # for anything that a server on a busy machine has to do
 
 _VIOLATIONS = """
 window.violations = [];
