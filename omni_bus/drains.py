@@ -9,6 +9,10 @@ class Drains:
     def __init__(self) -> None:
         self._until: dict[bytes, tuple[Worker, float]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any worker is drained: asked at every event."""
+        return bool(self._until)
+
     def begin(self, worker: Worker, until: float) -> None:
         """A second drain of the same process can only make it sooner."""
         known = self._until.get(worker.peer)

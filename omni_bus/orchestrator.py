@@ -24,6 +24,7 @@ from omni_bus.registry import Registry, Worker
 from omni_bus.request import Frames
 from omni_bus.spec import PipelineSpec
 
+STRANGERS = 1000  # lines about peers that nobody knows; whoever sends garbage does not fill the log
 ACKNOWLEDGE_S = 1.0  # that a stop waits for the last cancels to be acknowledged
 
 Message: TypeAlias = tuple[bytes, events.Event, Frames]  # peer, event, payload frames
@@ -62,6 +63,7 @@ class Orchestrator:
         self._changed = False  # a replica's state, since the watchers were last told
         self._clock_changes = 0
         self._drains = Drains()
+        self._strangers = 0  # lines about them
         self._stop_at: float | None = None
         self._cut_off = False  # the grace of a stop is over
         self.stopped = False  # every peer has been sent Shutdown
@@ -201,7 +203,7 @@ class Orchestrator:
 
     def _stranger(self, peer: bytes, event: events.Event) -> None:
         """Someone who did not introduce itself. A worker of an earlier broker will, as soon as it sees that its connection was cut."""
-        self._log(f"{type(event).__name__} from a peer that did not introduce itself")
+        self._log_stranger(f"{type(event).__name__} from a peer that did not introduce itself")
         if isinstance(event, events.Submit):
             error = ProtocolViolation("a request came before the greeting")
             self._send(peer, events.RequestFailed(event.ticket, error.info()), ())
@@ -292,7 +294,7 @@ class Orchestrator:
         self._drains.begin(worker, now + grace_s)
 
     def _advance_drains(self, now: float) -> None:
-        if self._drains.next() is None:
+        if not self._drains:
             return
         idle, late = self._drains.take_over(now)
         for worker in idle:
@@ -311,7 +313,12 @@ class Orchestrator:
             self._log(f"a client broke the protocol: {error.message}")
             self.lifecycle.fail_client(peer, error, now)
         else:
-            self._log(f"a stranger broke the protocol: {error.message}")
+            self._log_stranger(f"a stranger broke the protocol: {error.message}")
+
+    def _log_stranger(self, line: str) -> None:
+        if self._strangers < STRANGERS:
+            self._strangers += 1
+            self._log(line if self._strangers < STRANGERS else f"{line}; of strangers nothing more is said")
 
     def _stop(self, grace_s: float, now: float) -> None:
         if self.stopped:
