@@ -402,6 +402,41 @@ async def test_streams_end_when_the_broker_is_gone_and_the_next_broker_serves_th
     await serves(client, worker)
 
 
+async def test_a_client_that_watches_is_told_of_each_change_and_of_the_brokers_going_and_coming(
+    broker: BrokerProcess, client: BusClient
+) -> None:
+    told = asyncio.Event()
+    client.watch(told.set)
+
+    async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+        """Looks when it is told, and never else."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not await holds():
+                await told.wait()
+                told.clear()
+
+    async def is_ready() -> bool:
+        with contextlib.suppress(ShuttingDown):
+            return any(replica.state == "ready" for replica in (await client.status()).replicas)
+        return False
+
+    async def is_gone() -> bool:
+        with contextlib.suppress(ShuttingDown):
+            await client.status()
+            return False
+        return True
+
+    worker = ScriptedWorker(broker.run_dir, "source.0")
+    worker.register()
+    await until(is_ready)
+    broker.kill()
+    await until(is_gone)
+    broker.restart()
+    worker.register()
+    await until(is_ready)
+    worker.close()
+
+
 async def test_a_worker_that_an_earlier_broker_knew_attaches_to_the_next_one(
     broker: BrokerProcess, client: BusClient, worker: ScriptedWorker
 ) -> None:
