@@ -1,6 +1,6 @@
 """Replicas, the broker's capacity, workers that attach, processes that are killed: the figures of scale, on this machine.
 
-    python -m bench.scale [--only replicas,tiny,broker,attach,kill] [--runs 3] [--budget 540] [--out bench/results]
+    python -m bench.scale [--only broker,replicas,attach,kill] [--runs 3] [--budget 540] [--out bench/results]
 
 The load runs on the machine that it measures; the load average stands with the figures.
 """
@@ -24,10 +24,9 @@ from bench.scale.report import report
 
 PARTS: dict[str, tuple[float, Callable[[int, float], dict[str, Any]]]] = {  # name → share of the time, what measures it
     "broker": (0.2, lambda runs, end: broker_load.measure(runs, 1.5, end)),
-    "replicas": (0.25, lambda runs, end: replicas.probe(end)),
-    "tiny": (0.25, lambda runs, end: replicas.tiny(end)),
+    "replicas": (0.45, replicas.measure),
     "attach": (0.1, attach.measure),
-    "kill": (0.2, kill.measure),
+    "kill": (0.25, kill.measure),
 }
 
 

@@ -14,7 +14,7 @@ from bench.demo import free_port
 from bench.scale.server import Server, serving, until
 from omni_bus.bench_load import Load, one
 from omni_bus.events import Status
-from omni_bus.http_client import first_model
+from omni_bus.http_client import Unreachable, first_model
 from omni_bus.keys import new_certificates
 
 LIMIT_S = 60.0
@@ -106,8 +106,6 @@ def measure(runs: int, end: float) -> dict[str, Any]:
 
 async def _model(server: Server) -> str:
     """The API listens some time after the broker does."""
-    from omni_bus.http_client import Unreachable
-
     while True:
         try:
             return await first_model(server.url)

@@ -11,9 +11,7 @@ import signal
 import time
 from typing import Any
 
-from bench.demo import ROOT
-from bench.scale.replicas import PROBE_STAGES, one_thread
-from bench.scale.server import Server, serving, until
+from bench.scale.server import PROBE, PROBE_STAGES, TINY_STAGES, Server, one_thread, serving, tiny_qwen, until
 from omni_bus.bench_load import Load, one
 from omni_bus.events import Status
 from omni_bus.http_client import first_model
@@ -49,19 +47,28 @@ async def killed(server: Server, target: str, load: Load) -> dict[str, Any]:
 
 
 def measure(runs: int, end: float) -> dict[str, Any]:
-    """`runs` rounds: each target once with one replica a stage, then one of two; none is begun after `end`."""
+    """`runs` rounds on the probe: each target once with one replica a stage, then one of two. Then each stage of the tiny Qwen3-Omni, once.
 
-    async def all_of(server: Server) -> list[dict[str, Any]]:
+    None is begun after `end`.
+    """
+
+    async def on_probe(server: Server) -> list[dict[str, Any]]:
         load = server.load(model=await first_model(server.url), words=2)
         found = [await killed(server, target, load) for target in TARGETS]
-        stage = ONE_OF_TWO.partition(".")[0]
-        await asyncio.to_thread(server.command, "scale", stage, "2")
+        await asyncio.to_thread(server.command, "scale", ONE_OF_TWO.partition(".")[0], "2")
         return [*found, await killed(server, ONE_OF_TWO, load)]
 
+    async def on_tiny(server: Server) -> list[dict[str, Any]]:
+        load = server.load(model=await first_model(server.url), text_tokens=4, frames=4)
+        return [await killed(server, f"{stage}.0", load) for stage in TINY_STAGES]
+
     rows: list[dict[str, Any]] = []
-    for number in range(runs):
+    for _ in range(runs):
         if rows and time.monotonic() > end:
-            break
-        with serving(ROOT / "configs" / "probe.toml", one_thread(*PROBE_STAGES)) as server:
-            rows += [{"round": number, **row} for row in asyncio.run(all_of(server))]
+            return {"rows": rows}
+        with serving(PROBE, one_thread(*PROBE_STAGES)) as server:
+            rows += asyncio.run(on_probe(server))
+    if time.monotonic() < end:
+        with tiny_qwen() as server:
+            rows += asyncio.run(on_tiny(server))
     return {"rows": rows}

@@ -8,15 +8,10 @@ which replicas share: there, no more can be gained than cores are idle.
 from __future__ import annotations
 
 import asyncio
-import pathlib
-import subprocess
-import sys
-import tempfile
 import time
 from typing import Any
 
-from bench.demo import ROOT
-from bench.scale.server import Server, serving
+from bench.scale.server import PROBE, PROBE_STAGES, TINY_STAGES, Server, one_thread, serving, tiny_qwen
 from omni_bus.bench_load import Load, closed_loop
 from omni_bus.bench_report import summarise
 from omni_bus.http_client import first_model
@@ -26,12 +21,6 @@ STEP_MS, BATCH = 40, 4
 STREAMS, WORDS, REQUESTS = 24, 24, 48
 PACKET_S = 0.08  # of sound in one word of the probe
 TINY_STREAMS, TINY_REQUESTS, TINY_TOKENS, TINY_FRAMES = 8, 16, 24, 48
-PROBE_STAGES = ("source", "relay", "sink")
-TINY_STAGES = ("thinker", "talker", "code2wav")
-
-
-def one_thread(*stages: str) -> list[str]:
-    return [f"stages.{stage}.threads=1" for stage in stages]
 
 
 def figures(load: Load, streams: int, requests: int) -> dict[str, Any]:
@@ -77,6 +66,13 @@ def scaled(server: Server, stage: str, load: Load, streams: int, requests: int, 
     return with_ratios(rows)
 
 
+def measure(runs: int, end: float) -> dict[str, Any]:
+    """Both, each for half of the time; `runs` changes nothing, as every row is of many streams."""
+    now = time.monotonic()
+    found = {"probe": probe(now + (end - now) / 2)}
+    return found if time.monotonic() > end else {**found, "tiny": tiny(end)}
+
+
 def probe(end: float) -> dict[str, Any]:
     """Each stage of the probe in turn, on a server of its own."""
     rows: list[dict[str, Any]] = []
@@ -84,7 +80,7 @@ def probe(end: float) -> dict[str, Any]:
         if rows and time.monotonic() > end:
             break
         sets = [*one_thread(*PROBE_STAGES), f"stages.{stage}.step_ms={STEP_MS}", f"stages.{stage}.max_batch={BATCH}"]
-        with serving(ROOT / "configs" / "probe.toml", sets) as server:
+        with serving(PROBE, sets) as server:
             load = server.load(model=asyncio.run(first_model(server.url)), words=WORDS)
             rows += scaled(server, stage, load, STREAMS, REQUESTS, end)
     ideal = round(BATCH / (STEP_MS / 1e3) * PACKET_S, 2)
@@ -95,19 +91,13 @@ def probe(end: float) -> dict[str, Any]:
 def tiny(end: float) -> dict[str, Any]:
     """Each stage of the tiny Qwen3-Omni in turn, on one server; behind each, its stage has one replica again."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = pathlib.Path(scratch) / "tiny"
-        fixture = [sys.executable, "-m", "omni_bus", "fixture", "qwen3-omni", str(checkpoint), "--size", "tiny", "--seed", "2"]
-        subprocess.run(fixture, check=True, stdout=subprocess.DEVNULL)
-        sets = [*one_thread("processor", *TINY_STAGES), f"model.path={checkpoint}"]
-        with serving(ROOT / "configs" / "qwen3_omni_tiny.toml", sets) as server:
-            model = asyncio.run(first_model(server.url))
-            load = server.load(model=model, text_tokens=TINY_TOKENS, frames=TINY_FRAMES)
-            for stage in TINY_STAGES:
-                if rows and time.monotonic() > end:
-                    break
-                rows += scaled(server, stage, load, TINY_STREAMS, TINY_REQUESTS, end)
-                if stage != TINY_STAGES[-1]:
-                    server.command("scale", stage, "1")
+    with tiny_qwen() as server:
+        load = server.load(model=asyncio.run(first_model(server.url)), text_tokens=TINY_TOKENS, frames=TINY_FRAMES)
+        for stage in TINY_STAGES:
+            if rows and time.monotonic() > end:
+                break
+            rows += scaled(server, stage, load, TINY_STREAMS, TINY_REQUESTS, end)
+            if stage != TINY_STAGES[-1]:
+                server.command("scale", stage, "1")
     said = {"streams": TINY_STREAMS, "text_tokens": TINY_TOKENS, "frames": TINY_FRAMES, "requests": TINY_REQUESTS}
     return {**said, "rows": rows}

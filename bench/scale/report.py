@@ -17,7 +17,7 @@ def report(result: dict[str, Any]) -> str:
         f"{facts}; load_1min behind it {result['load_1min_after']}. The load runs on the same cores.",
         "",
     ]
-    for name, part in (("broker", broker), ("replicas", replicas), ("tiny", tiny), ("attach", attach), ("kill", kill)):
+    for name, part in (("broker", broker), ("replicas", replicas), ("attach", attach), ("kill", kill)):
         if name in result:
             lines += [*part(result[name]), ""]
     return "\n".join(lines)
@@ -65,28 +65,30 @@ def _replica_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def replicas(found: dict[str, Any]) -> Iterator[str]:
+    probe = found["probe"]
     yield "## Replicas of a stage that does not need this machine's cores"
     yield ""
     yield (
-        f"The probe pipeline; the stage named takes {found['step_ms']} ms for each step without the CPU, for up to {found['max_batch']} words: "
-        f"{found['ideal_audio_s_per_s']} s of audio a second for each replica at most. {found['streams']} streams in a closed loop, "
-        f"{found['requests']} answers of {found['words']} words. Replicas were added while it ran (`omni-bus scale`). More streams are asked for "
+        f"The probe pipeline; the stage named takes {probe['step_ms']} ms for each step without the CPU, for up to {probe['max_batch']} words: "
+        f"{probe['ideal_audio_s_per_s']} s of audio a second for each replica at most. {probe['streams']} streams in a closed loop, "
+        f"{probe['requests']} answers of {probe['words']} words. Replicas were added while it ran (`omni-bus scale`). More streams are asked for "
         "than one replica can carry: TTFP holds the time for which a request waits to be admitted."
     )
     yield ""
-    yield from _replica_rows(found["rows"])
-
-
-def tiny(found: dict[str, Any]) -> Iterator[str]:
+    yield from _replica_rows(probe["rows"])
+    if "tiny" not in found:
+        return
+    tiny = found["tiny"]
+    yield ""
     yield "## Replicas of the tiny Qwen3-Omni's stages"
     yield ""
     yield (
-        f"{found['streams']} streams in a closed loop, {found['requests']} answers of {found['text_tokens']} tokens and {found['frames']} frames. Every "
+        f"{tiny['streams']} streams in a closed loop, {tiny['requests']} answers of {tiny['text_tokens']} tokens and {tiny['frames']} frames. Every "
         "stage computes on the same cores as all others and as the load, so a replica more brings what cores were idle and "
-        "takes from the others what they were not: this says what replicas cost where nothing is to be gained."
+        "takes from the others what they were not: this says what replicas cost where little is to be gained."
     )
     yield ""
-    yield from _replica_rows(found["rows"])
+    yield from _replica_rows(tiny["rows"])
 
 
 def attach(found: dict[str, Any]) -> Iterator[str]:
@@ -111,22 +113,21 @@ def attach(found: dict[str, Any]) -> Iterator[str]:
 
 
 def kill(found: dict[str, Any]) -> Iterator[str]:
-    rows = found["rows"]
-    rounds = 1 + max(row["round"] for row in rows)
     yield "## From `kill -9` to service"
     yield ""
     yield (
-        f"Median of {rounds} (least to most), seconds. One replica a stage, but for sink.1, which was one of two. Restored: the first packet of an "
+        "Seconds, medians (least to most). One replica a stage, but for sink.1, which was one of two. Restored: the first packet of an "
         "answer that was asked for after the kill, by a client that asks again at once when it is refused. Whole: every replica "
-        "ready again. `bus.restart_backoff_s`, 0.5 s, is in it, and Python's and torch's start; no model is."
+        "ready again. `bus.restart_backoff_s`, 0.5 s, is in it, and Python's and torch's start; the probe has no model, and the stages "
+        "of the tiny Qwen3-Omni a small one."
     )
     yield ""
     lines = []
-    for target in dict.fromkeys(row["target"] for row in rows):
-        own = [row for row in rows if row["target"] == target]
+    for target in dict.fromkeys(row["target"] for row in found["rows"]):
+        own = [row for row in found["rows"] if row["target"] == target]
         cells = []
         for name in ("restored_s", "whole_s"):
             values = [row[name] for row in own]
-            cells.append(f"{middle(values)} ({min(values):.2f} to {max(values):.2f})")
-        lines.append((target, *cells, middle([row["failed"] for row in own], 0)))
-    yield from table(("killed", "restored", "whole", "refused meanwhile"), lines)
+            cells.append(f"{middle(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+        lines.append((target, len(own), *cells, f"{middle([row['failed'] for row in own]):.0f}"))
+    yield from table(("killed", "times", "restored", "whole", "refused meanwhile"), lines)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
-from bench.demo import free_port
+from bench.demo import ROOT, free_port
 from bench.measured_server import MeasuredServer, descendants
 from omni_bus.bench_load import Load
 from omni_bus.broker_link import BrokerLink
@@ -19,6 +19,9 @@ from omni_bus.deployment import RunDir
 from omni_bus.events import Status
 
 START_S = 120.0
+PROBE = ROOT / "configs" / "probe.toml"
+PROBE_STAGES = ("source", "relay", "sink")
+TINY_STAGES = ("thinker", "talker", "code2wav")
 PROMPT = "amber bridge candle distant early forest garden harbour island juniper kettle lantern"
 
 
@@ -89,6 +92,22 @@ class Server:
                 elif "omni_bus.workers" in words:
                     found[words[words.index("omni_bus.workers") + 2]] = pid
         return found
+
+
+def one_thread(*stages: str) -> list[str]:
+    return [f"stages.{stage}.threads=1" for stage in stages]
+
+
+@contextlib.contextmanager
+def tiny_qwen() -> Iterator[Server]:
+    """The tiny Qwen3-Omni, with a checkpoint made for it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = pathlib.Path(scratch) / "tiny"
+        fixture = [sys.executable, "-m", "omni_bus", "fixture", "qwen3-omni", str(checkpoint), "--size", "tiny", "--seed", "2"]
+        subprocess.run(fixture, check=True, stdout=subprocess.DEVNULL)
+        sets = [*one_thread("processor", *TINY_STAGES), f"model.path={checkpoint}"]
+        with serving(ROOT / "configs" / "qwen3_omni_tiny.toml", sets) as server:
+            yield server
 
 
 @contextlib.contextmanager

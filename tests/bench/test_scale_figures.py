@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.scale import broker_load
+from bench.scale import broker_peers
 from bench.scale.broker_load import Rung, knee, percentile
 from bench.scale.replicas import with_ratios
 from bench.scale.report import report
@@ -65,9 +65,7 @@ def test_the_report_has_a_table_for_what_was_measured_and_medians_of_what_was_re
         "ttfp_p95_ms": 90.0,
     }
     times = [{"attached_s": 0.5, "ready_s": 2.0 + index, "first_chunk_s": 2.1 + index} for index in range(3)]
-    deaths = [
-        {"round": index, "target": "broker", "restored_s": 0.9 + index, "whole_s": 2.0, "failed": 3} for index in range(3)
-    ]
+    deaths = [{"target": "broker", "restored_s": 0.9 + index, "whole_s": 2.0, "failed": 3} for index in range(3)]
     result = {
         "date": "2026-12-01",
         "commit": "abc",
@@ -81,15 +79,17 @@ def test_the_report_has_a_table_for_what_was_measured_and_medians_of_what_was_re
             "runs": [run(rungs(0.4)[0]), run(None), run(rungs(0.4, 0.5)[1])],
         },
         "replicas": {
-            "step_ms": 40,
-            "max_batch": 4,
-            "streams": 24,
-            "words": 24,
-            "requests": 48,
-            "ideal_audio_s_per_s": 8.0,
-            "rows": [row],
+            "probe": {
+                "step_ms": 40,
+                "max_batch": 4,
+                "streams": 24,
+                "words": 24,
+                "requests": 48,
+                "ideal_audio_s_per_s": 8.0,
+                "rows": [row],
+            },
+            "tiny": {"streams": 8, "text_tokens": 24, "frames": 48, "requests": 16, "rows": [{**row, "stage": "talker"}]},
         },
-        "tiny": {"streams": 8, "text_tokens": 24, "frames": 48, "requests": 16, "rows": [{**row, "stage": "talker"}]},
         "attach": {"stage": "relay", "runs": times},
         "kill": {"rows": deaths},
     }
@@ -97,10 +97,10 @@ def test_the_report_has_a_table_for_what_was_measured_and_medians_of_what_was_re
     assert "**1500 events/s at p99 ≤ 1 ms** (median of 3: 1500, 0, 3000)" in text
     assert "| sink | 1 | 8.0 | 1.0 | 1.0 | 40.0 | 90.0 |" in text and "| talker | 1 |" in text
     assert "| median of 3 | 0.5 | 3.0 | 3.1 |" in text and "| most | 0.5 | 4.0 | 4.1 |" in text
-    assert "| broker | 1.9 (0.90 to 2.90) | 2.0 (2.00 to 2.00) | 3" in text
+    assert "| broker | 3 | 1.90 (0.90 to 2.90) | 2.00 (2.00 to 2.00) | 3 |" in text
     assert "## From" not in report({name: value for name, value in result.items() if name != "kill"})
 
 
 def test_the_mix_is_that_of_a_spoken_stream() -> None:
     """A chunk on every edge that leads from a stage, sound on the last one."""
-    assert [edge.name for edge in broker_load.EDGES] == ["source->relay", "relay->sink", "source->client", "sink->client"]
+    assert [edge.name for edge in broker_peers.EDGES] == ["source->relay", "relay->sink", "source->client", "sink->client"]
