@@ -16,7 +16,6 @@ import pytest
 from tests.support.running_server import Server, eventually, running
 from tests.support.steady_load import SteadyLoad
 
-pytestmark = pytest.mark.timeout(240)
 SPEECH, TEXT_ONLY = 12, 4  # streams
 TENSOR = 4 << 20  # seven of them fill the first segment, and each step of twelve rows makes twelve
 SOME = 1 << 20  # bytes of a file; the log stays far below

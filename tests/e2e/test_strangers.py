@@ -18,7 +18,6 @@ import zmq
 from tests.support.remote_worker import write_config
 from tests.support.running_server import Server, eventually, free_port, running
 
-pytestmark = pytest.mark.timeout(240)
 FRAMES = 10_000
 WAIT_S = 20.0
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZeroMQ 3.0; its mechanism follows
