@@ -17,6 +17,8 @@ One more request that ends in speech has room in a replica where
     no stream's playback lead is used up                         the listeners who wait now come first
     beyond the most that were ever measured: of those who have not begun to speak, not more than speak already, or than four
 
+Beyond a full batch (n > capacity) rows take turns, so that rtf(n) is at least rtf(capacity) · n / capacity.
+
 The line is careful: seen with one number of streams only, it takes all of the work for the rows', as if a step with two took twice as
 long. So that it can learn better, one request is let in as a trial where it says no: where so many were never measured, rtf(n) is
 within the limit, and every listener has some audio ahead.
@@ -244,8 +246,13 @@ class Admission:
 
     def _rtf(self, replica: Replica, more: int) -> float:
         """Of a process whose every stage has so many streams more. What was not measured is not counted."""
-        seats = [seat for other in replica.worker.replicas.values() if (seat := self._seats.get(other)) is not None]
-        return math.fsum(seat.curve.at(seat.tally.streams + more) for seat in seats)
+        rtf = 0.0
+        for other in replica.worker.replicas.values():
+            if (seat := self._seats.get(other)) is not None:
+                streams, whole = seat.tally.streams + more, max(1, other.capacity)
+                # Rows beyond a full batch take turns, which no line through smaller numbers foretells.
+                rtf += max(seat.curve.at(streams), seat.curve.at(whole) * streams / whole if streams > whole else 0.0)
+        return rtf
 
     def _look(self, seat: _Seat) -> None:
         """Make an observation of what was seen, once that is enough."""

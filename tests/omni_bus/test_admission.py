@@ -177,7 +177,7 @@ def test_nobody_is_let_in_while_a_listener_waits() -> None:
 
 
 def test_a_line_that_was_fitted_far_away_is_not_believed_at_once() -> None:
-    house = House(Stage(one("sink", capacity=4), base=0.001, row=0.0001))
+    house = House(Stage(one("sink", capacity=4), base=0.0001, row=0.0001))
     house.start(4)
     house.run(100, pushes=4)
     while house.room():
@@ -187,6 +187,15 @@ def test_a_line_that_was_fitted_far_away_is_not_believed_at_once() -> None:
     while house.room():
         house.start()
     assert len(house.open) > 12
+
+
+def test_rows_beyond_a_full_batch_take_turns() -> None:
+    house = House(Stage(one("sink", capacity=2), base=0.05, row=0.001))
+    house.start()
+    house.run(100, pushes=4)
+    house.start()
+    house.run(100, pushes=4)
+    assert house.admission.predicted_rtf(house.stages[0].replica) == pytest.approx(1.5 * 0.65, rel=0.05)
 
 
 def test_beyond_what_was_measured_they_come_a_few_at_a_time() -> None:
