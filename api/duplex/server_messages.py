@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +72,7 @@ class ServerMessages:
         self.audio_bytes = 4_800
         self.sounding: str | None = None  # the item whose audio was sent last
         self._answers: dict[str, str] = {}  # item → answer, of the last few
-        self._interrupted: str | None = None  # the answer that was interrupted last
+        self._interrupted: collections.deque[str] = collections.deque(maxlen=KEPT)  # answers, of the last few
 
     def item_of(self, answer_id: str) -> str | None:
         """What an answer says, where it is one of the last few."""
@@ -97,12 +98,15 @@ class ServerMessages:
             case events.ResponseCreated(response):
                 yield event_message("answer_started", id=response.id)
             case events.OutputItemAdded(response_id, _, item):
-                self._answers[item.id] = response_id
+                if item.kind == "message":  # a call is neither heard nor silenced
+                    self._answers[item.id] = response_id
                 while len(self._answers) > KEPT:
                     del self._answers[next(iter(self._answers))]
             case events.AnswerInterrupted(item_id, played_ms):
-                self._interrupted = self._answers.get(item_id)
-                yield event_message("interrupted", id=self._interrupted, played_ms=round(played_ms))
+                answer = self._answers.get(item_id)
+                if answer is not None:
+                    self._interrupted.append(answer)
+                yield event_message("interrupted", id=answer, played_ms=round(played_ms))
             case events.ResponseDone(response):
                 yield from self._done(response)
             case events.InputTranscriptFailed(error=error) | events.ErrorRaised(error=error):
@@ -113,7 +117,7 @@ class ServerMessages:
                 raise TypeError(f"no message for {type(other).__name__}")
 
     def _done(self, response: ResponseState) -> Iterator[bytes]:
-        if response.status == "cancelled" and response.id != self._interrupted:
+        if response.status == "cancelled" and response.id not in self._interrupted:
             yield event_message("interrupted", id=response.id, played_ms=0)  # before its first sound
         if response.error is not None:
             yield error_message(response.error)

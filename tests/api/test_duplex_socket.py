@@ -14,6 +14,7 @@ from omni_bus.api import voice_connection
 from omni_bus.api.duplex import server_messages
 from omni_bus.api.voice import events
 from omni_bus.api.voice.events import SessionEvent
+from omni_bus.api.voice.items import Item
 from omni_bus.api.voice_socket import CONNECTIONS, close_all
 from omni_bus.payloads import TextPart
 from tests.api.conftest import Server, StartServer
@@ -460,6 +461,46 @@ async def test_audio_beyond_what_is_kept_is_refused(start: StartServer) -> None:
         await socket.hello(turn_detection=None)
         await socket.audio(SECOND * 3)
         assert (await error_of(socket, 0))[0] == "input_audio_buffer_full"
+
+
+def test_answers_that_are_silenced_together_are_told_of_once_each() -> None:
+    """One that was still played, and the next, of which some had been sent behind it."""
+    messages = server_messages.ServerMessages()
+    state = events.ResponseState(
+        id="resp_2",
+        status="cancelled",
+        reason="turn_detected",
+        conversation_id=None,
+        speaks=True,
+        voice=None,
+        output_format="pcm16",
+        max_output_tokens=None,
+        metadata=None,
+        usage=events.Usage(),
+    )
+    told = [
+        *(
+            events.OutputItemAdded(f"resp_{number}", 0, Item.message("assistant", item_id=f"item_{number}"))
+            for number in (1, 2)
+        ),
+        events.AnswerInterrupted("item_2", 0.0),
+        events.AnswerInterrupted("item_1", 500.0),
+        events.ResponseDone(state),
+    ]
+    sent = [json.loads(message[1:]) for event in told for message in messages.render(event)]
+    assert [(one["type"], one["id"]) for one in sent] == [
+        *(("interrupted", "resp_2"), ("interrupted", "resp_1"), ("answer_done", "resp_2")),
+    ]
+
+
+def test_an_answer_that_calls_much_is_still_known_by_what_it_said() -> None:
+    messages = server_messages.ServerMessages()
+    items = [Item.message("assistant", item_id="said"), *(Item.function_call("look") for _ in range(20))]
+    for index, item in enumerate(items):
+        assert not list(messages.render(events.OutputItemAdded("resp_1", index, item)))
+    assert messages.item_of("resp_1") == "said"
+    [told] = [json.loads(message[1:]) for message in messages.render(events.AnswerInterrupted("said", 80.0))]
+    assert told == {"type": "interrupted", "id": "resp_1", "played_ms": 80}
 
 
 def test_every_event_of_a_session_has_a_message_or_is_left_out_on_purpose() -> None:
