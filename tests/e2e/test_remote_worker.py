@@ -138,13 +138,20 @@ def test_an_operator_drains_one_of_another_host_and_it_stays_away(
     ):
         server.wait_ready(120)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(server.run_base))
+        monkeypatch.setenv("OMNI_BUS_URL", server.url)
         worker.wait_said("is ready", times=2)
         eventually(lambda: {replica["state"] for replica in replicas(server)} == {"ready"}, 60, "both serve")
         first, second = sorted(str(replica["worker"]) for replica in replicas(server))
 
         answer = thread.submit(server.chat, "!sleep:relay:300 " * 10 + "end", audio=True)
-        eventually(lambda: any(replica["requests"] for replica in replicas(server)), 60, "the answer has begun")
-        [busy] = [str(replica["worker"]) for replica in replicas(server) if replica["requests"]]
+        serving: list[str] = []
+
+        def begun() -> bool:
+            serving[:] = [str(replica["worker"]) for replica in replicas(server) if replica["requests"]]
+            return serving != []
+
+        eventually(begun, 60, "the answer has begun")
+        [busy] = serving
         assert main(["drain", busy]) == 0
         assert answer.result(60)["choices"][0]["message"]["content"].endswith("end ")
         assert capsys.readouterr().out.splitlines() == [f"{busy} is drained", f"{busy} has left"]
