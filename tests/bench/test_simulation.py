@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
 
 import msgspec
 import pytest
 
-from bench.simulation import broker_cost, step_times
+from bench.simulation import beside, broker_cost, report, step_times
 from bench.simulation.answers import Answer
 from bench.simulation.broker_cost import BrokerCost
 from bench.simulation.experiments import FREE, bus
 from bench.simulation.listeners import Load
+from bench.simulation.pods import pods
 from bench.simulation.run import Scenario, simulate
 from bench.simulation.step_times import Curve, StepTimes
 from bench.simulation.timeline import Timeline
@@ -202,3 +207,47 @@ def test_a_request_costs_the_broker_more_the_more_replicas_there_are() -> None:
 def test_nobody_asks_after_the_end(times: StepTimes) -> None:
     _, answers, _ = simulate(scenario(seconds=4.0), times, FREE)
     assert answers and all(isinstance(answer, Answer) and answer.asked < 4.0 for answer in answers)
+
+
+def test_a_million_listeners_need_as_many_pods_as_the_scarcer_of_broker_and_sets_says() -> None:
+    found = pods(1_000_000, events_per_audio_s=40.0, event_us=25.0, set_audio_s_per_s=300.0)
+    assert (found.by_broker, found.by_set, found.sets) == (700, 210, 3)
+    assert (found.a_pod, found.pods, found.all_sets) == (630, 1588, 4764)
+    crowded = pods(1000, events_per_audio_s=400.0, event_us=25.0, set_audio_s_per_s=300.0)
+    assert (crowded.sets, crowded.a_pod, crowded.pods) == (1, 70, 15)
+    with pytest.raises(ValueError, match="no listener at all"):
+        pods(1, events_per_audio_s=1e9, event_us=25.0, set_audio_s_per_s=300.0)
+
+
+def test_replicas_of_the_probe_are_predicted_beside_what_was_measured(tmp_path: pathlib.Path) -> None:
+    rows = [{"stage": "relay", "replicas": count, "audio_s_per_s": 7.5 * count} for count in (1, 2)]
+    said = {"step_ms": 40, "max_batch": 4, "streams": 24, "words": 24, "requests": 24, "rows": rows}
+    path = tmp_path / "scale.json"
+    path.write_text(json.dumps({"replicas": {"probe": said}}))
+    probe = step_times.read(step_times.profiles()["probe"])
+    pairs = beside.scaled(probe, broker_cost.read(), path)
+    assert [pair.label for pair in pairs] == ["relay x 1", "relay x 2"]
+    # Four rows every 40 ms, 80 ms of sound each: 8 s of audio a second from each replica, at most.
+    assert [7.0 < pair.predicted["audio_s_per_s"] / count <= 8.01 for pair, count in zip(pairs, (1, 2), strict=True)] == [
+        True,
+        True,
+    ]
+    assert abs(report.error(pairs[0])) < 0.1
+    assert len(list(report.pairs(pairs))) == 4
+
+
+def test_what_was_measured_on_one_card_is_predicted_within_a_fifth() -> None:
+    """Throughput only: the tails of first packets come from jitter that is not simulated."""
+    measured = step_times.read(step_times.profiles()["h200"])
+    for pair in beside.card(measured, broker_cost.read()):
+        assert abs(report.error(pair)) < 0.2, pair.label
+
+
+def test_the_command_writes_what_it_found(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "bench.simulate", "--only", "pods", "--scale", "0.2", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=step_times.ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    (written,) = tmp_path.glob("*-simulation.json")
+    found = json.loads(written.read_text())
+    assert len(found["pods"]) == 3 and "1,000,000 who listen" in found["pods"][0]
+    assert done.stdout.strip() == written.with_suffix(".md").read_text().strip()
