@@ -149,6 +149,7 @@ class Worker:
         for host in self._hosts.values():
             host.forget_all()
         self._arrivals.forget_all()
+        self.dismissed = False
         if self._asked_to_leave:
             self._shut_down = True  # nothing is left here to finish
             return
