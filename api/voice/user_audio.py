@@ -128,8 +128,9 @@ class UserAudio:
         return item_id, samples
 
     def clear(self) -> None:
-        """Forget what is in the buffer, and a turn that had begun."""
+        """Forget what is in the buffer, half a sample included, and a turn that had begun."""
         self._turn = None
+        self._decoder.flush()
         self._buffer.clear()
         if self._detector is not None:
             self._detector.reset()

@@ -196,6 +196,20 @@ async def test_audio_that_is_refused_leaves_no_trace(start: StartSession) -> Non
     assert not part.pcm16k.any() and part.duration_ms == pytest.approx(2000, abs=1)
 
 
+@pytest.mark.parametrize("detection", [None, ServerVad()], ids=["by_hand", "by_vad"])
+async def test_a_cleared_buffer_leaves_no_half_sample(start: StartSession, detection: ServerVad | None) -> None:
+    """The first byte behind a clear begins a sample, as in a buffer of bytes; carried over, half a sample turns speech into noise."""
+    seen = await start(settings={"turn_detection": detection})
+    await seen.session.append_audio(b"\xff\x7f" * 2400 + b"\x7f")
+    seen.session.clear_audio()
+    await seen.session.append_audio(bytes(4800) + b"\x00\x01" * 4800)
+    seen.session.commit_audio()
+    [part] = (await seen.until(events.ItemAdded)).item.content
+    assert isinstance(part, InputAudio)
+    assert part.pcm16k.min() > -0.01 and part.pcm16k.max() == pytest.approx(256 / 32768, abs=0.001)
+    assert not part.pcm16k[:800].any(), "nor anything of what was cleared"
+
+
 async def test_audio_committed_by_hand(start: StartSession) -> None:
     seen = await start(session_buffer_s=2.0)
     with pytest.raises(InvalidRequest) as empty:
