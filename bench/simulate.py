@@ -66,8 +66,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every part's rows by name; what a part is about stands in its function's docstring."""
+def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every part's rows by name, saved after each; what a part is about stands in its function's docstring."""
     profile = step_times.profiles()[arguments.profile]
     if arguments.steps:
         profile = msgspec.structs.replace(profile, results=str(arguments.steps.resolve().relative_to(step_times.ROOT)))
@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             found[name] = _pods(bench)
         else:
             found[name] = list(EXPERIMENTS[name](bench))
+        save(found)
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     return found
 
@@ -138,7 +139,6 @@ def main() -> int:
         (step_times.HERE / "broker.json").write_bytes(msgspec.json.format(msgspec.json.encode(cost), indent=1) + b"\n")
         print(cost.about)
         return 0
-    found = run(arguments)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     about = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -147,11 +147,15 @@ def main() -> int:
         "profile": f"Step times: {step_times.profiles()[arguments.profile].about}.",
         "broker": f"Broker: {broker_cost.read().about}.",
     }
-    print(text(found, about))
-    if arguments.out:
+
+    def save(found: dict[str, Any]) -> None:
+        if not arguments.out:
+            return
         stem = arguments.out / f"{about['date']}-simulation"
         stem.with_suffix(".md").write_text(text(found, about))
         stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode({**about, **found}), indent=1) + b"\n")
+
+    print(text(run(arguments, save), about))
     return 0
 
 

@@ -10,7 +10,7 @@ from bench.simulation.server import Server
 from bench.simulation.step_times import Profile
 from omni_bus import events
 
-SPREAD_S = 5.0  # over which listeners of a closed loop begin, so that they do not all ask at once
+SPREAD_S = 12.0  # over which listeners of a closed loop begin, about an answer and a pause: they do not all ask at once
 TURNS = 8  # of a conversation, after which its listener begins a new one
 
 

@@ -31,6 +31,7 @@ class Scenario:
     seed: int = 0
     kept_positions: int = 0  # that a Thinker keeps for sessions
     sets_a_host: int = 8
+    slow_first: float = 1.0  # so many times longer take the steps of each stage's first replica
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ def simulate(scenario: Scenario, times: StepTimes, cost: BrokerCost) -> tuple[Fi
             bus=scenario.bus,
             kept_positions=scenario.kept_positions,
             sets_a_host=scenario.sets_a_host,
+            slow_first=scenario.slow_first,
         )
         listeners.begin(server)
         clock.run(scenario.seconds)

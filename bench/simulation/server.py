@@ -73,6 +73,7 @@ class Server:
         bus: BusConfig | None = None,
         kept_positions: int = 0,
         sets_a_host: int = SETS_A_HOST,
+        slow_first: float = 1.0,
     ) -> None:
         """replicas: of every stage, or by stage."""
         self.clock, self.cost, self.times = clock, cost, times
@@ -102,7 +103,8 @@ class Server:
         self.workers: dict[bytes, Worker] = {}
         self._entry = pipeline.entry.target
         for name, (stage,) in deployment.workers().items():
-            self._start(name, stage, kept_positions, int(name.rpartition(".")[2]) // sets_a_host)
+            number = int(name.rpartition(".")[2])
+            self._start(name, stage, kept_positions, number // sets_a_host, 1.0 if number else slow_first)
 
     # ---- listeners
 
@@ -180,10 +182,10 @@ class Server:
 
     # ---- workers
 
-    def _start(self, name: str, stage: str, kept_positions: int, host: int) -> None:
+    def _start(self, name: str, stage: str, kept_positions: int, host: int, slower: float) -> None:
         profile = self.times.profile
         kinds = {profile.once: Once, profile.frames: Frames, profile.chunks: Chunks}
-        arguments = (stage, name, self.times.curves[stage], profile, self, self.clock)
+        arguments = (stage, name, self.times.curves[stage].times(slower), profile, self, self.clock)
         replica = Tokens(*arguments, kept_positions=kept_positions) if stage == profile.tokens else kinds[stage](*arguments)
         self._handle(
             name.encode(),
