@@ -104,7 +104,7 @@ def tiny_qwen() -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = pathlib.Path(scratch) / "tiny"
         fixture = [sys.executable, "-m", "omni_bus", "fixture", "qwen3-omni", str(checkpoint), "--size", "tiny", "--seed", "2"]
-        subprocess.run(fixture, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(fixture, check=True, capture_output=True)
         sets = [*one_thread("processor", *TINY_STAGES), f"model.path={checkpoint}"]
         with serving(ROOT / "configs" / "qwen3_omni_tiny.toml", sets) as server:
             yield server
