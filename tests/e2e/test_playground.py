@@ -247,17 +247,11 @@ def test_a_hidden_page_asks_nothing(probe: Server, chrome: Browser) -> None:
         asked = len(seen.requests)
         seen.page.wait_for_timeout(2_500)
         assert len(seen.requests) == asked
-        eventually(lambda: in_flight(probe) == 1, 60, "nobody but the scrape itself has a connection")
+        eventually(lambda: "omni_bus_status_watchers 0.0" in metrics(probe), 60, "nobody follows the status")
         with seen.page.expect_request("**/v1/status/watch?*"):
             seen.page.evaluate(hide, False)
         follows = seen.page.text_content("#server-figures dd")
         seen.until("(was) => document.querySelector('#server-figures dd').textContent !== was", follows, why="it follows again")
-
-
-def in_flight(server: Server) -> float:
-    return float(
-        next(line for line in metrics(server).splitlines() if line.startswith("omni_bus_requests_in_flight ")).split()[1]
-    )
 
 
 def test_the_server_panel_opens_and_follows_the_server(probe: Server, chrome: Browser) -> None:
@@ -285,11 +279,17 @@ def test_the_server_panel_opens_and_follows_the_server(probe: Server, chrome: Br
         assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "Replicas"
 
 
-def test_a_key_is_asked_for_and_opens_the_page(serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("sk-page\n")
-    server = serve("probe.toml", sets=[f"api.api_keys_file={keys}"])
-    with visit(chrome, server.url, allowed=("401",)) as seen:
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that asks for a key; every test leaves it as it was."""
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("sk/odd=one\nsk-page\n")
+    with running("probe.toml", sets=[f"api.api_keys_file={keys}"]) as server:
+        yield server
+
+
+def test_a_key_is_asked_for_and_opens_the_page(keyed: Server, chrome: Browser) -> None:
+    with visit(chrome, keyed.url, allowed=("401",)) as seen:
         field = seen.page.locator("[name=key]")
         seen.until("() => document.activeElement.name === 'key'", why="the key's field has the focus")
         assert seen.page.inner_text("#alert p") == "This server asks for an API key."
@@ -306,13 +306,8 @@ def test_a_key_is_asked_for_and_opens_the_page(serve: Callable[..., Server], chr
         seen.until("() => document.activeElement.name === 'key'", why="the key is asked for again: it was kept nowhere")
 
 
-def test_a_key_that_a_browser_cannot_send_is_told_and_another_one_taken(
-    serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path
-) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("sk/odd=one\nsk-page\n")
-    server = serve("probe.toml", sets=[f"api.api_keys_file={keys}"])
-    with visit(chrome, server.url, allowed=("401",)) as seen:
+def test_a_key_that_a_browser_cannot_send_is_told_and_another_one_taken(keyed: Server, chrome: Browser) -> None:
+    with visit(chrome, keyed.url, allowed=("401",)) as seen:
         for key in ("sk/odd=one", "sk-page"):
             seen.page.fill("[name=key]", key)
             seen.page.press("[name=key]", "Tab")
@@ -354,13 +349,8 @@ def test_a_replica_that_dies_and_a_server_that_goes_away_are_told(serve: Callabl
         assert seen.page.input_value("#text") == "three", "what was not sent is not lost"
 
 
-def test_an_insecure_page_says_so_and_still_writes(
-    serve: Callable[..., Server], chrome: Browser, tmp_path: pathlib.Path
-) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("sk-page\n")
-    server = serve("probe.toml", sets=[f"api.api_keys_file={keys}"])
-    with visit(chrome, f"http://{NAME}:{server.port}", allowed=("401",)) as seen:
+def test_an_insecure_page_says_so_and_still_writes(keyed: Server, chrome: Browser) -> None:
+    with visit(chrome, f"http://{NAME}:{keyed.port}", allowed=("401",)) as seen:
         seen.page.fill("[name=key]", "sk-page")
         seen.page.press("[name=key]", "Tab")
         seen.until("() => document.querySelectorAll('.stage').length === 3")
