@@ -105,6 +105,9 @@ class Metrics:
         self._sessions = Gauge(
             "omni_bus_voice_sessions", "Voice sessions open.", registry=registry, multiprocess_mode="livesum"
         )
+        self._watchers = Gauge(
+            "omni_bus_status_watchers", "Who follows the status.", registry=registry, multiprocess_mode="livesum"
+        )
         self._responses = Counter("omni_bus_voice_responses", "Ended responses by status.", ["status"], registry=registry)
         self._interruptions = Counter("omni_bus_voice_interruptions", "Responses that the user interrupted.", registry=registry)
         self._turn_answered = Histogram(
@@ -133,6 +136,19 @@ class Metrics:
         self.in_flight -= 1
         self._in_flight.dec()
         self._requests.labels(route, str(status)).inc()
+
+    @contextlib.contextmanager
+    def watcher(self) -> Iterator[None]:
+        """One that follows the status for as long as the block lasts. It makes no work, and so its request is not in flight."""
+        self._watchers.inc()
+        self.in_flight -= 1
+        self._in_flight.dec()
+        try:
+            yield
+        finally:
+            self._watchers.dec()
+            self.in_flight += 1
+            self._in_flight.inc()
 
     def failed(self, code: str) -> None:
         self._failures.labels(code if code in self._codes else "other").inc()

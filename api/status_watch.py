@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from aiohttp import web
 
 from omni_bus.api.errors_render import error_body
-from omni_bus.api.keys import ENDLESS
+from omni_bus.api.keys import ENDLESS, METRICS
 from omni_bus.api.sse import event, sse_response
 from omni_bus.api.status import standing
 from omni_bus.errors import InvalidRequest, Overloaded, ShuttingDown
@@ -57,7 +57,7 @@ async def watch(request: web.Request) -> web.StreamResponse:
     """`?interval=SECONDS` (default 1). While the broker does not answer, an event holds an `error` instead."""
     interval = _interval(request)
     watchers = request.app[WATCHERS]
-    with watchers.one() as changed:
+    with watchers.one() as changed, request.app[METRICS].watcher():
         request[ENDLESS] = True
         response = sse_response()
         await response.prepare(request)

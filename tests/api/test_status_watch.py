@@ -70,11 +70,14 @@ async def test_one_that_leaves_is_forgotten_and_counts_as_no_cancel(server: Any)
     async with watching(server, 0.2) as stream:
         await event(stream)
         assert len(server.app[WATCHERS]._changed) == 1
-        assert server.app[METRICS].in_flight == 1
+        assert server.app[METRICS].in_flight == 0, "who only looks is no load"
+        assert await server.metric("omni_bus_status_watchers") == 1
+        assert await server.metric("omni_bus_requests_in_flight") == 1, "the scrape itself"
     async with asyncio.timeout(LIMIT_S):
-        while server.app[METRICS].in_flight:  # noqa: ASYNC110
+        while server.app[WATCHERS]._changed:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    assert not server.app[WATCHERS]._changed
+    assert await server.metric("omni_bus_status_watchers") == 0
+    assert await server.metric("omni_bus_requests_in_flight") == 1
     assert await server.metric("omni_bus_cancels_total") == 0
     assert await server.metric('omni_bus_requests_total{route="/v1/status/watch",status="200"}') == 1
 
