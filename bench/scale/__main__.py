@@ -1,6 +1,6 @@
 """Replicas, the broker's capacity, workers that attach, processes that are killed: the figures of scale, on this machine.
 
-    python -m bench.scale [--only broker,replicas,attach,kill] [--runs 3] [--budget 540] [--out bench/results]
+    python -m bench.scale [--only broker,replicas,attach,kill] [--runs 3] [--budget 500] [--out bench/results]
 
 The load runs on the machine that it measures; the load average stands with the figures.
 """
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument(
         "--runs", type=int, default=3, help="of what is repeated: ladders, workers, rounds of kills (default: 3)"
     )
-    parser.add_argument("--budget", type=float, default=540.0, metavar="S", help="seconds; what comes too late is left out")
+    parser.add_argument("--budget", type=float, default=500.0, metavar="S", help="seconds; what comes too late is left out")
     parser.add_argument("--out", type=pathlib.Path, help="folder for DATE-scale.md and DATE-scale.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
