@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -86,8 +85,7 @@ def test_a_slow_step_and_an_idle_stage_are_not_hung(broker: ScriptedBroker, say:
         idle_until = time.monotonic() + 4.0
         while time.monotonic() < idle_until:
             broker.load("source.0", "source")
-        assert worker.process.poll() is None
-        assert worker.stop(signal.SIGTERM) == 0
+        assert worker.process.poll() is None and "Timeout" not in worker.log.read_text()
 
 
 def test_the_watchdog_is_off_with_zero(broker: ScriptedBroker, run_dir: RunDir, say: Say) -> None:
