@@ -41,6 +41,8 @@ SETS = (
 # Bytes. A process that was started again has other pages in memory than the one before it, and one that served alone for a while keeps
 # for some time what larger batches needed: Code2Wav comes and goes by 50 MiB, without a trend.
 MEMORY_SLACK = 96 << 20
+# Bytes, of four senders: each keeps the segments that it once needed, when a stage behind it stood still.
+SHARED_SLACK = 256 << 20
 FD_SLACK = 6
 
 
@@ -94,6 +96,7 @@ class Held:
 
     memory: dict[str, int]
     descriptors: dict[str, int]
+    shared: int  # bytes of its segments
     foreign_segments: tuple[str, ...]  # of processes that are none of its own
     dead_maps: tuple[str, ...]  # processes that still map a segment whose file is gone
 
@@ -104,6 +107,7 @@ class Held:
         return cls(
             {name: process.memory_info().rss - process.memory_info().shared for name, process in processes.items()},
             {name: process.num_fds() for name, process in processes.items()},
+            sum((SHM / name).stat().st_size for name in server.segments()),
             tuple(name for name in server.segments() if name.split("-")[3] not in pids),
             tuple(name for name, process in processes.items() if maps_the_dead(process.pid)),
         )
@@ -112,6 +116,8 @@ class Held:
         """What is more than before, in words."""
         found = [f"segments of processes that are gone: {', '.join(self.foreign_segments)}"] if self.foreign_segments else []
         found += [f"{name} maps a segment whose owner is gone" for name in self.dead_maps]
+        if self.shared > before.shared + SHARED_SLACK:
+            found.append(f"segments: {before.shared >> 20} MiB before, {self.shared >> 20} MiB now")
         if self.memory.keys() != before.memory.keys():
             found.append(f"processes: {sorted(before.memory)} before, {sorted(self.memory)} now")
         for name, memory in self.memory.items():
