@@ -11,6 +11,9 @@ import torch
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import AudioDelta
 
+BEGUN_S = (
+    0.5  # after its first packet a stream's lead counts: one packet is little, and tells nothing of how fast the next ones come
+)
 STALLED_S = 5.0  # without a packet: what holds such a stream up is not the stage's load, and it tells nothing of that
 
 HELD_S = 2.0  # ahead at most behind a pause: a listener takes more when he has about so much left, however much was sent before
@@ -69,13 +72,13 @@ class Playback:
         self._streams.pop(request, None)
 
     def smallest_lead(self, now: float) -> float | None:
-        """Seconds, below zero where a listener waits; None where nobody is being spoken to."""
+        """Seconds, below zero where a listener waits; None where nobody is being spoken to, or all have only just begun."""
         leads = [
-            stream.audio_s - (now - stream.began)
+            (stream.audio_s - (now - stream.began), now - stream.began)
             for stream in self._streams.values()
             if stream.began is not None and stream.paused is None and now - stream.last < STALLED_S
         ]
-        return min(leads, default=None)
+        return min((lead for lead, age in leads if age >= BEGUN_S or lead < 0.0), default=None)
 
 
 def seconds_of(payload: msgspec.Struct, tensors: Mapping[str, torch.Tensor]) -> float:

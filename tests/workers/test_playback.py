@@ -7,7 +7,7 @@ import torch
 
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import AudioDelta, TextDelta
-from omni_bus.workers.playback import HELD_S, STALLED_S, Playback, seconds_of
+from omni_bus.workers.playback import BEGUN_S, HELD_S, STALLED_S, Playback, seconds_of
 
 SPEECH = RequestOptions(modalities=("text", "audio"))
 
@@ -32,22 +32,36 @@ def test_only_what_is_to_be_heard_is_bound_to_real_time(playback: Playback) -> N
 
 def test_the_lead_is_what_was_sent_less_the_time_since_the_first_packet(playback: Playback) -> None:
     assert playback.smallest_lead(10.0) is None, "nobody has heard anything yet"
-    playback.sent(1, 0.5, 10.0)
-    assert playback.smallest_lead(10.0) == pytest.approx(0.5)
-    assert playback.smallest_lead(10.75) == pytest.approx(-0.25), "the listener has waited for a quarter of a second"
-    playback.sent(1, 1.0, 11.0)
-    assert playback.smallest_lead(11.0) == pytest.approx(0.5)
-    assert playback.audio_s == pytest.approx(1.5)
+    playback.sent(1, 1.0, 10.0)
+    assert playback.smallest_lead(10.75) == pytest.approx(0.25)
+    assert playback.smallest_lead(11.25) == pytest.approx(-0.25), "the listener has waited for a quarter of a second"
+    playback.sent(1, 1.0, 11.5)
+    assert playback.smallest_lead(11.5) == pytest.approx(0.5)
+    assert playback.audio_s == pytest.approx(2.0)
+
+
+def test_one_that_has_just_begun_counts_once_its_listener_waits(playback: Playback) -> None:
+    """Every stream begins with little: a replica at which one has begun is no worse than another for that."""
+    playback.sent(1, 3.0, 9.0)
+    playback.sent(2, 0.08, 10.0)
+    assert playback.smallest_lead(10.05) == pytest.approx(1.95)
+    assert playback.smallest_lead(10.2) == pytest.approx(-0.12), "it has to wait for its second packet"
+    playback.sent(2, 0.32, 10.25)
+    assert playback.smallest_lead(10.25) == pytest.approx(1.75)
+    assert playback.smallest_lead(10.0 + BEGUN_S) == pytest.approx(0.4 - BEGUN_S)
+    playback.close(1)
+    playback.sent(2, 1.0, 10.6)
+    assert playback.smallest_lead(10.6) == pytest.approx(0.8)
 
 
 def test_the_smallest_of_all_counts_until_it_has_ended(playback: Playback) -> None:
     playback.sent(1, 3.0, 10.0)
-    playback.sent(2, 0.1, 10.0)
-    assert playback.smallest_lead(10.0) == pytest.approx(0.1)
+    playback.sent(2, 1.1, 10.0)
+    assert playback.smallest_lead(11.0) == pytest.approx(0.1)
     playback.close(2)
-    assert playback.smallest_lead(10.0) == pytest.approx(3.0)
+    assert playback.smallest_lead(11.0) == pytest.approx(2.0)
     playback.close(1)
-    assert playback.smallest_lead(10.0) is None
+    assert playback.smallest_lead(11.0) is None
 
 
 def test_a_listener_who_takes_nothing_makes_nobody_late(playback: Playback) -> None:
