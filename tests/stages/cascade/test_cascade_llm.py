@@ -162,7 +162,7 @@ def test_two_processes_convert_at_once_and_both_find_it_whole(tmp_path: pathlib.
     workers = [context.Process(target=_convert, args=(str(tmp_path), barrier, results)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    first, second = results.get(timeout=120), results.get(timeout=120)
+    first, second = results.get(timeout=300), results.get(timeout=300)
     for worker in workers:
         worker.join()
     assert first == second and first[1] == ["config.json", "model.safetensors", "tokenizer.json"]
