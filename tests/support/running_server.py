@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import pathlib
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -111,7 +111,7 @@ class Server:
         """Whether GET /ready says so; False while nothing answers."""
         try:
             return bool(self.get("/ready")["ready"])
-        except (urllib.error.URLError, ConnectionError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def chat(self, text: str, *, audio: bool = False, **said: Any) -> dict[str, Any]:
