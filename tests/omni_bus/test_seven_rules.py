@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 async def ready(client: BusClient) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not (await client.status()).ready:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

@@ -18,7 +18,7 @@ from omni_bus import events, wire
 from omni_bus.deployment import Deployment, RunDir
 from omni_bus.pump import Pump
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 EventT = TypeVar("EventT", bound=events.Event)
 
 

@@ -26,7 +26,7 @@ import psutil
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 SHM = pathlib.Path("/dev/shm")
-PATIENCE_S = 60.0  # what a busy machine is given for what takes a moment on an idle one
+PATIENCE_S = 120.0  # what a busy machine is given for what takes a moment on an idle one
 STOP_S = 30.0  # a stop that waits for nothing else than its own marks takes less than 5 s where the machine is idle
 READY = re.compile(rb"omni-bus: ready on (http://\S+)\n")
 

@@ -21,7 +21,7 @@ from omni_bus.deployment import ApiConfig, BusConfig, Deployment, EdgeConfig, Mo
 from omni_bus.segments import SHM
 from omni_bus.spec import load_pipeline
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 from_worker: wire.HeaderDecoder[events.Event] = wire.HeaderDecoder(events.WorkerToBroker)
 
 

@@ -26,7 +26,7 @@ from omni_bus.segments import SHM
 from omni_bus.spec import load_pipeline
 from tests.support.worker_process import WorkerProcess, deployment
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 BIG = 80_000  # bytes beside each word: through shared memory
 GROWTH_KIB = (
     6 << 10
