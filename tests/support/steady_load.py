@@ -66,7 +66,7 @@ class SteadyLoad:
     async def __aenter__(self) -> Self:
         # A connection for each request: one that is kept alive would stay with one API process.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True, limit=0), timeout=aiohttp.ClientTimeout(total=120)
+            connector=aiohttp.TCPConnector(force_close=True, limit=0), timeout=aiohttp.ClientTimeout(total=300)
         )
         self._loops = [asyncio.create_task(self._one_after_the_other(index)) for index in range(self._count)]
         return self
@@ -77,7 +77,7 @@ class SteadyLoad:
         self._over = True
         try:
             if error is None:
-                async with asyncio.timeout(150):
+                async with asyncio.timeout(330):
                     await asyncio.gather(*self._loops)
         finally:
             for loop in (*self._loops, *self._more):
@@ -95,7 +95,7 @@ class SteadyLoad:
 
     async def all_run(self, events: int = 3) -> list[Stream]:
         """Until half as many streams as there are have so many events behind them and more before them; those streams."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 self.check()
                 found = [stream for stream in self.running() if stream.events > events]
@@ -105,7 +105,7 @@ class SteadyLoad:
 
     async def stands_still(self, seconds: float) -> None:
         """Until no stream has had an event for so long."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             before = -1
             while before != (now := sum(stream.events for stream in self.streams)):
                 before = now
