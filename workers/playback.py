@@ -12,7 +12,7 @@ from omni_bus.events import RequestOptions
 from omni_bus.payloads import AudioDelta
 
 BEGUN_S = (
-    0.5  # after its first packet a stream's lead counts: one packet is little, and tells nothing of how fast the next ones come
+    0.5  # from its first packet on, until a stream's lead counts: one packet is little, and tells nothing of the next ones
 )
 STALLED_S = 5.0  # without a packet: what holds such a stream up is not the stage's load, and it tells nothing of that
 

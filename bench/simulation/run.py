@@ -51,10 +51,10 @@ class Figures:
     audio_s_per_s: float
     requests_per_s: float
     cached: float  # share of the prompt positions that were there already
-    broker_events_per_s: float
+    broker_events_per_s: int
     broker_utilisation: float  # of its one core; above 1 it only falls behind
     broker_wait_ms: float  # the longest
-    busy: dict[str, float]  # stage → share of the time in which its replicas are in a step
+    busy: dict[str, float]  # stage → share of the whole time in which its replicas are in a step
 
 
 HEARD_MS = 20.0  # of silence in an answer
@@ -77,11 +77,14 @@ def simulate(scenario: Scenario, times: StepTimes, cost: BrokerCost) -> tuple[Fi
             slow_first=scenario.slow_first,
         )
         listeners.begin(server)
+        clock.run(scenario.warm_s)
+        before = server.events, server.busy_s
         clock.run(scenario.seconds)
-    return _figures(scenario, listeners, server), listeners.answers, server
+    return _figures(scenario, listeners, server, *before), listeners.answers, server
 
 
-def _figures(scenario: Scenario, listeners: Listeners, server: Server) -> Figures:
+def _figures(scenario: Scenario, listeners: Listeners, server: Server, events: float, busy_s: float) -> Figures:
+    """events, busy_s: the broker's at the end of the warm-up."""
     warm, seconds = scenario.warm_s, scenario.seconds - scenario.warm_s
     asked = [answer for answer in listeners.answers if answer.asked >= warm]
     heard = [answer for answer in asked if answer.packets]
@@ -118,8 +121,8 @@ def _figures(scenario: Scenario, listeners: Listeners, server: Server) -> Figure
         audio_s_per_s=round(audio / seconds, 1),
         requests_per_s=round(len(done) / seconds, 2),
         cached=round(sum(one.load().prompt_cached for one in tokens) / prompts, 3) if prompts else 0.0,
-        broker_events_per_s=round(server.events / scenario.seconds, 0),
-        broker_utilisation=round(server.busy_s / scenario.seconds, 3),
+        broker_events_per_s=round((server.events - events) / seconds),
+        broker_utilisation=round((server.busy_s - busy_s) / seconds, 3),
         broker_wait_ms=round(1e3 * server.longest_wait_s, 1),
         busy={name: round(sum(one.busy_s for one in of) / len(of) / scenario.seconds, 3) for name, of in loads.items()},
     )
