@@ -1,6 +1,6 @@
 """Replicas, the broker's capacity, workers that attach, processes that are killed: the figures of scale, on this machine.
 
-    python -m bench.scale [--only broker,replicas,attach,kill] [--runs 3] [--budget 500] [--out bench/results]
+    python -m bench.scale [--only broker,replicas,tiny,attach,kill] [--runs 3] [--budget 500] [--out bench/results]
 
 The load runs on the machine that it measures; the load average stands with the figures.
 """
@@ -21,13 +21,17 @@ from typing import Any
 from bench.hop import machine
 from bench.scale import attach, broker_load, kill, replicas
 from bench.scale.report import report
+from omni_bus.errors import OmniBusError
 
 PARTS: dict[str, tuple[float, Callable[[int, float], dict[str, Any]]]] = {  # name → share of the time, what measures it
-    "broker": (0.2, lambda runs, end: broker_load.measure(runs, 1.5, end)),
-    "replicas": (0.45, replicas.measure),
+    "broker": (0.2, broker_load.measure),
+    "replicas": (0.25, lambda runs, end: replicas.probe(end)),
+    "tiny": (0.25, lambda runs, end: replicas.tiny(end)),
     "attach": (0.1, attach.measure),
-    "kill": (0.25, kill.measure),
+    "kill": (0.2, kill.measure),
 }
+
+WHERE = {"replicas": "replicas.probe", "tiny": "replicas.tiny"}  # in the result, where not under its own name
 
 
 def _parts(said: str) -> list[str]:
@@ -59,13 +63,21 @@ def main() -> int:
     }
     end = time.monotonic()
     shares = sum(PARTS[name][0] for name in arguments.only)
+    failed = False
     for name in arguments.only:
         share, measure = PARTS[name]
         end += arguments.budget * share / shares  # what one part leaves over is the next one's
         print(f"{name} …", file=sys.stderr, flush=True)
         began = time.monotonic()
-        result[name] = measure(arguments.runs, end)
-        result[name]["took_s"] = round(time.monotonic() - began, 1)
+        try:
+            found = measure(arguments.runs, end)
+        except (RuntimeError, OmniBusError, OSError, subprocess.SubprocessError) as error:
+            print(f"{name} failed, and is left out: {error!r}", file=sys.stderr, flush=True)
+            failed = True
+        else:
+            found["took_s"] = round(time.monotonic() - began, 1)
+            group, _, part = WHERE.get(name, name).partition(".")
+            result.update({group: {**result.get(group, {}), part: found}} if part else {group: found})
     result["load_1min_after"] = round(os.getloadavg()[0], 2)
     text = report(result)
     print(text)
@@ -73,7 +85,7 @@ def main() -> int:
         stem = arguments.out / f"{result['date']}-scale"
         stem.with_suffix(".md").write_text(text)
         stem.with_suffix(".json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from omni_bus.deployment import ApiConfig, BusConfig, Deployment, EdgeConfig, Mo
 
 CREDITS = 1_000_000  # past the knee more is under way than any stage would be let to
 LIMIT_MS = 1.0
+RUNG_S = 1.5
 FIRST_RATE, STEP = 1000, 1.25  # chunks a second, and how it rises
 AGAIN = 1000  # added to the seed: the same rate at other times
 FAILS = 2  # rungs in a row above the limit, and the ladder ends
@@ -181,7 +182,7 @@ def ladder(peers: Peers, broker: int, seconds: float, seed: int) -> list[Rung]:
     return rungs
 
 
-def measure(runs: int, seconds: float, end: float) -> dict[str, Any]:
+def measure(runs: int, end: float, seconds: float = RUNG_S) -> dict[str, Any]:
     """`runs` ladders, each rung held for `seconds`; none is begun after `end`, by time.monotonic()."""
     results: list[dict[str, Any]] = []
     for seed in range(runs):

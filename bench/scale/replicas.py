@@ -66,13 +66,6 @@ def scaled(server: Server, stage: str, load: Load, streams: int, requests: int, 
     return with_ratios(rows)
 
 
-def measure(runs: int, end: float) -> dict[str, Any]:
-    """Both, each for half of the time; `runs` changes nothing, as every row is of many streams."""
-    now = time.monotonic()
-    found = {"probe": probe(now + (end - now) / 2)}
-    return found if time.monotonic() > end else {**found, "tiny": tiny(end)}
-
-
 def probe(end: float) -> dict[str, Any]:
     """Each stage of the probe in turn, on a server of its own."""
     rows: list[dict[str, Any]] = []

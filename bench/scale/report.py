@@ -17,9 +17,17 @@ def report(result: dict[str, Any]) -> str:
         f"{facts}; load_1min behind it {result['load_1min_after']}. The load runs on the same cores.",
         "",
     ]
-    for name, part in (("broker", broker), ("replicas", replicas), ("attach", attach), ("kill", kill)):
-        if name in result:
-            lines += [*part(result[name]), ""]
+    scaled = result.get("replicas", {})
+    parts = (
+        (broker, result.get("broker")),
+        (replicas, scaled.get("probe")),
+        (tiny, scaled.get("tiny")),
+        (attach, result.get("attach")),
+        (kill, result.get("kill")),
+    )
+    for part, found in parts:
+        if found is not None:
+            lines += [*part(found), ""]
     return "\n".join(lines)
 
 
@@ -65,30 +73,28 @@ def _replica_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def replicas(found: dict[str, Any]) -> Iterator[str]:
-    probe = found["probe"]
     yield "## Replicas of a stage that does not need this machine's cores"
     yield ""
     yield (
-        f"The probe pipeline; the stage named takes {probe['step_ms']} ms for each step without the CPU, for up to {probe['max_batch']} words: "
-        f"{probe['ideal_audio_s_per_s']} s of audio a second for each replica at most. {probe['streams']} streams in a closed loop, "
-        f"{probe['requests']} answers of {probe['words']} words. Replicas were added while it ran (`omni-bus scale`). More streams are asked for "
+        f"The probe pipeline; the stage named takes {found['step_ms']} ms for each step without the CPU, for up to {found['max_batch']} words: "
+        f"{found['ideal_audio_s_per_s']} s of audio a second for each replica at most. {found['streams']} streams in a closed loop, "
+        f"{found['requests']} answers of {found['words']} words. Replicas were added while it ran (`omni-bus scale`). More streams are asked for "
         "than one replica can carry: TTFP holds the time for which a request waits to be admitted."
     )
     yield ""
-    yield from _replica_rows(probe["rows"])
-    if "tiny" not in found:
-        return
-    tiny = found["tiny"]
-    yield ""
+    yield from _replica_rows(found["rows"])
+
+
+def tiny(found: dict[str, Any]) -> Iterator[str]:
     yield "## Replicas of the tiny Qwen3-Omni's stages"
     yield ""
     yield (
-        f"{tiny['streams']} streams in a closed loop, {tiny['requests']} answers of {tiny['text_tokens']} tokens and {tiny['frames']} frames. Every "
+        f"{found['streams']} streams in a closed loop, {found['requests']} answers of {found['text_tokens']} tokens and {found['frames']} frames. Every "
         "stage computes on the same cores as all others and as the load, so a replica more brings what cores were idle and "
         "takes from the others what they were not: this says what replicas cost where little is to be gained."
     )
     yield ""
-    yield from _replica_rows(tiny["rows"])
+    yield from _replica_rows(found["rows"])
 
 
 def attach(found: dict[str, Any]) -> Iterator[str]:

@@ -59,7 +59,10 @@ class Server:
 
     def pid(self, role: str) -> int:
         """Of "broker", "api.0" or a worker, such as "sink.0"."""
-        return self._roles()[role]
+        roles = self._roles()
+        if role not in roles:
+            raise RuntimeError(f"there is no process {role}\n{self._process.tails(20)}")
+        return roles[role]
 
     def load(self, *, words: int = 0, **said: object) -> Load:
         """What each request of a measurement asks: so many words to be spoken by the probe, or what `said` has of Load's fields."""
