@@ -28,7 +28,7 @@ ONCE_EVENTS = 6  # of a request in the processor: its chunks to two stages, each
 TOKEN_EVENTS = 3 + 1 / 16  # chunks to the Talker and the client, consumed by each
 FRAME_EVENTS = 1  # the chunk; Code2Wav says with its own chunk what it has used up
 CHUNK_EVENTS = 2 + 1 / 4  # chunk, the frames in it, consumed by the client
-TICK_S = 1e-6  # behind the moment when something is due, so that rounding does not put it before
+TICK_S = 1e-6  # at least from one look at a stream to the next: rounding may put the moment when it is due before the one it was asked in
 
 
 class Replica:
@@ -320,7 +320,7 @@ class Chunks(Replica):
         if self.rule.next(stream, self.clock.now):
             self.ready[answer.index] = answer
         elif (due := self.rule.due(stream)) is not None:
-            heapq.heappush(self._dues, (due, answer.index))
+            heapq.heappush(self._dues, (max(due, self.clock.now + TICK_S), answer.index))  # later, or it would be due for ever
 
     def drop(self, answer: Answer) -> None:
         self.playback.close(answer.index)
@@ -357,7 +357,7 @@ class Chunks(Replica):
             return self._batch(sorted(ready))
         if self._dues and (self._wake is None or self._wake <= now or self._dues[0][0] < self._wake):
             self._wake = self._dues[0][0]
-            self.clock.at(self._wake + TICK_S, self.look)
+            self.clock.at(self._wake, self.look)
         return [], 0.0
 
     def _batch(self, ready: Sequence[tuple[float, int, int]]) -> tuple[Sequence[Answer], float]:

@@ -18,9 +18,11 @@ from bench.simulation.experiments import FREE, bus
 from bench.simulation.listeners import Load
 from bench.simulation.pods import pods
 from bench.simulation.run import Scenario, simulate
+from bench.simulation.stages import Chunks
 from bench.simulation.step_times import Curve, StepTimes
 from bench.simulation.timeline import Timeline
 from omni_bus import routing
+from omni_bus.events import RequestOptions
 from omni_bus.lifecycle import Lifecycle
 
 NO_ADMISSION = bus(0.0)
@@ -251,3 +253,35 @@ def test_the_command_writes_what_it_found(tmp_path: pathlib.Path) -> None:
     found = json.loads(written.read_text())
     assert len(found["pods"]) == 3 and "1,000,000 who listen" in found["pods"][0]
     assert done.stdout.strip() == written.with_suffix(".md").read_text().strip()
+
+
+class _NeverReady:
+    """Of a stream that rounding makes due at the moment at which it still waits."""
+
+    sizes = (1, 2)
+
+    def __init__(self, clock: Timeline) -> None:
+        self.clock = clock
+        self.asked = 0
+
+    def next(self, stream: object, now: float) -> int:
+        self.asked += 1
+        return 0
+
+    def due(self, stream: object) -> float:
+        return self.clock.now
+
+
+def test_a_stream_that_is_due_and_not_ready_lets_time_go_on(times: StepTimes) -> None:
+    clock = Timeline()
+    stage = Chunks("code2wav", "code2wav.0", times.curves["code2wav"], times.profile, None, clock)
+    stage.rule = rule = _NeverReady(clock)  # type: ignore[assignment]
+    answer = Answer(index=0, session="", prompt=1, tokens=2, frames=2, asked=0.0)
+    stage.open(answer, RequestOptions(modalities=("audio",)))
+    assert answer.stream is not None
+    answer.stream.arrived(1)
+    stage.take(answer)
+    stage.look()
+    clock.run(1e-3)
+    assert clock.now == 1e-3
+    assert 100 < rule.asked < 10_000
