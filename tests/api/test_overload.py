@@ -8,9 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench.realtime_socket import connected
 from omni_bus.api.auth import ApiKeys
 from omni_bus.errors import ConfigError, ErrorInfo, NoReadyReplica, Overloaded, from_info
-from tests.support.scripted_bus import MODEL, heard
+from tests.support.realtime_events import EventChecker
+from tests.support.scripted_bus import MODEL, heard, text
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 SPEECH = {"model": MODEL, "input": "Hello."}
@@ -31,6 +33,20 @@ async def test_other_errors_keep_their_own_number(server: Any) -> None:
     server.bus.submit_error = NoReadyReplica("none is ready")
     async with server.http.post(f"{server.url}/v1/chat/completions", json=CHAT) as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
+
+
+async def test_a_voice_session_outlives_a_response_that_is_refused(server: Any) -> None:
+    async with connected(server.url, MODEL, check=EventChecker()) as socket:
+        server.bus.scripts.append((Overloaded("the server has all the requests that it can carry", retry_after_s=3.0),))
+        server.bus.scripts.append((text("Hi", "stop"),))
+        await socket.send("response.create", response={"output_modalities": ["text"]})
+        ended = (await socket.until("response.done"))["response"]
+        assert ended["status"] == "failed"
+        assert ended["status_details"]["error"]["code"] == "overloaded"
+        since = socket.count
+        await socket.send("response.create", response={"output_modalities": ["text"]})
+        assert (await socket.until("response.done", since=since))["response"]["status"] == "completed"
+    assert [submission.options.priority for submission in server.bus.submissions] == ["interactive"] * 2
 
 
 def test_an_error_that_travels_keeps_when_to_come_back() -> None:
