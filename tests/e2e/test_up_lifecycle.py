@@ -225,16 +225,7 @@ def test_commands_against_a_running_server(shared_server: Callable[..., Server],
     shown = omni_bus("status", "--url", server.url)
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines()[2:6]] == ["stage", "source", "relay", "sink"]
-    assert re.search(r"^speech    TTFP \d+ ms, RTF \d+\.\d\d ", shown.stdout, re.M), shown.stdout
-    top = subprocess.Popen(
-        [sys.executable, "-m", "omni_bus", "top", "--url", server.url, "--interval", "0.1"], stdout=subprocess.PIPE, text=True
-    )
-    assert top.stdout is not None
-    looks = [line for _, line in zip(range(24), top.stdout, strict=False) if line.startswith("probe (pipeline probe): ready")]
-    top.send_signal(signal.SIGINT)
-    with top.stdout:
-        top.stdout.read()
-    assert (top.wait(PATIENCE_S), len(looks)) == (0, 3), "it looks again and again, and Ctrl-C ends it well"
+    assert re.search(r"^speech    TTFP p50 \d+ ms, p95 \d+ ms; RTF p50 \d+\.\d\d, ", shown.stdout, re.M), shown.stdout
     load = ("--concurrency", "1,3", "--requests", "4", "--warmup", "0", "--prompt-words", "5", "--json", str(figures))
     bench = omni_bus("bench", server.url, *load)
     assert bench.returncode == 0, bench.stderr
