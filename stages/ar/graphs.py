@@ -50,6 +50,7 @@ class StepGraphs:
         self._top_p = np.ones(max_batch + 1, np.float32)
         self._penalty = np.ones(max_batch + 1, np.float32)
         self._min_tokens = np.zeros(max_batch + 1, np.int64)
+        self._admitted = 0  # rows, in total: a slot is another row's, with other figures, only behind one more
         program.graph_prepare(max_batch)
         hidden = program.decoder.config.hidden
         self._buckets = [_Bucket(size, hidden, parameter.dtype, self.device) for size in bucket_sizes(max_batch)]
@@ -73,6 +74,7 @@ class StepGraphs:
         self._top_p[slot] = 1.0 if params.top_p is None else params.top_p
         self._penalty[slot] = params.repetition_penalty or 1.0
         self._min_tokens[slot] = 0 if params.ignore_eos else params.min_tokens or 0
+        self._admitted += 1
         self.attention.admit(slot, row.blocks)
         self.program.graph_reset(row)
 
@@ -87,7 +89,8 @@ class StepGraphs:
         """One position of each row, given by its `inputs`: stored, computed, and a token drawn from it."""
         bucket, count = self._bucket(len(rows)), len(rows)
         views = bucket.views
-        views["positions"][:, :count] = torch.cat([one.positions for one in inputs], dim=1).numpy()
+        positions = inputs[0].positions if count == 1 else torch.cat([one.positions for one in inputs], dim=1)
+        views["positions"][:, :count] = positions.numpy()
         views["tokens"][:count] = [0 if one.token_ids is None else one.token_ids[0] for one in inputs]
         views["lengths"][:count] = [row.computed + 1 for row in rows]
         views["places"][:count] = [self.attention.cache.slot(row.blocks, row.computed) for row in rows]
@@ -105,19 +108,11 @@ class StepGraphs:
 
     def _run(self, bucket: _Bucket, rows: Sequence[Row], step: Callable[[], Result] | None) -> Drawn:
         assert step is not None, "prepare comes first"
-        views, count = bucket.views, len(rows)
-        slots = np.array([row.slot for row in rows])
-        assert slots.all(), "a row without a slot"
+        count = len(rows)
+        self._seat(bucket, rows)
         draws = np.array([len(row.output_ids) for row in rows])
-        views["slots"][:count] = slots
-        views["draws"][:count] = draws
-        views["seeds"][:count] = self._seeds[slots]
-        views["top_k"][:count] = self._top_k[slots]
-        views["temperature"][:count] = self._temperature[slots]
-        views["top_p"][:count] = self._top_p[slots]
-        views["penalty"][:count] = self._penalty[slots]
-        views["no_eos"][:count] = draws < self._min_tokens[slots]
-        bucket.fill_up(count)
+        bucket.views["draws"][:count] = draws
+        bucket.views["no_eos"][:count] = draws < bucket.min_tokens
         bucket.device.copy_(bucket.host, non_blocking=True)
         result, scores = step()
         host = result
@@ -128,6 +123,23 @@ class StepGraphs:
             self._done.synchronize()
         finite: list[bool] = host[:count, -1].bool().tolist()
         return Drawn(host[:count, :-1].clone(), finite, None if scores is None else scores[:count])
+
+    def _seat(self, bucket: _Bucket, rows: Sequence[Row]) -> None:
+        """Write what stays as it is while the same rows are together, which they mostly are from step to step."""
+        seats = (self._admitted, *[row.slot for row in rows])
+        if bucket.seats == seats:
+            return
+        views, count, slots = bucket.views, len(rows), np.array(seats[1:])
+        assert slots.all(), "a row without a slot"
+        views["slots"][:count] = slots
+        views["seeds"][:count] = self._seeds[slots]
+        views["top_k"][:count] = self._top_k[slots]
+        views["temperature"][:count] = self._temperature[slots]
+        views["top_p"][:count] = self._top_p[slots]
+        views["penalty"][:count] = self._penalty[slots]
+        bucket.min_tokens = self._min_tokens[slots]
+        bucket.fill_up(count)
+        bucket.seats = seats
 
     def _bucket(self, rows: int) -> _Bucket:
         return next(bucket for bucket in self._buckets if bucket.size >= rows)
@@ -190,10 +202,13 @@ class _Bucket:
         self.hidden = torch.zeros(size, hidden, dtype=dtype, device=device)
         self.decode: Callable[[], Result] | None = None
         self.tail: Callable[[], Result] | None = None
+        self.seats: tuple[int, ...] | None = None  # whose figures lie in the buffer, as StepGraphs counts them
+        self.min_tokens = np.zeros(0, np.int64)  # of those rows
         self._readback: torch.Tensor | None = None
 
     def fill_up(self, count: int) -> None:
-        """The rows from `count` on are nobody's: greedy rows of one position in slot 0."""
+        """The rows from `count` on are nobody's: greedy rows of one position in slot 0. Steps write into the rows before it only."""
+        self.seats = None
         if count == self.size:
             return
         for name, view in self.views.items():

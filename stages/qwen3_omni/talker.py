@@ -247,7 +247,7 @@ class TalkerProgram:
         for index, row in enumerate(rows):
             with isolated(row):
                 if row.finish_reason is None:
-                    self._send(row, codes[index : index + 1].clone())
+                    self._send(row, codes[index : index + 1])
                 else:
                     self._finish(row)
 
