@@ -253,18 +253,19 @@ async def test_nothing_said_means_the_pipelines_defaults(server: Any) -> None:
 
 async def test_timeout_header(server: Any) -> None:
     await server.chat(headers={"X-Request-Timeout": "2.5"})
-    assert 1.5 < server.bus.submissions[0].deadline_s <= 2.5
+    assert 0 < server.bus.submissions[0].deadline_s <= 2.5
 
 
 async def test_metrics_of_an_answer(server: Any) -> None:
     server.bus.script = (text("a"), audio(), text("b"), audio(), text("", "stop"))
     await server.chat(**SPEECH)
     for name in ("ttft_seconds", "ttfp_seconds", "tpot_seconds", "e2el_seconds", "rtf", "playback_lead_seconds"):
-        assert await server.metric(f"omni_bus_{name}_count") == 1, name
+        await server.until_metric(f"omni_bus_{name}_count", 1)
     assert await server.metric("omni_bus_audio_seconds_total") == pytest.approx(0.16)
     async with server.http.get(f"{server.url}/v1/status") as answer:
         recent = (await answer.json())["recent"]
-    assert recent["ttfp_s"] == pytest.approx(await server.metric("omni_bus_ttfp_seconds_sum")) and recent["ttfp_s"] > 0
-    assert recent["rtf"] == pytest.approx(await server.metric("omni_bus_rtf_sum")) and recent["rtf"] > 0
+    for figure, metric in (("ttfp_s", "ttfp_seconds"), ("rtf", "rtf")):
+        only = await server.metric(f"omni_bus_{metric}_sum")
+        assert only > 0 and recent[figure] == {"count": 1, "p50": pytest.approx(only), "p95": pytest.approx(only)}
     assert await server.metric("omni_bus_underruns_total") == 0
     assert await server.metric('omni_bus_requests_total{route="/v1/chat/completions",status="200"}') == 1
