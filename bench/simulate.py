@@ -116,7 +116,7 @@ def text(found: dict[str, Any], about: dict[str, str]) -> str:
         "",
         about["profile"],
         "",
-        about["broker"],
+        about["costs"],
         "",
     ]
     for name, rows in found.items():
@@ -145,7 +145,7 @@ def main() -> int:
         "command": f"python -m bench.simulate {' '.join(sys.argv[1:])}".strip(),
         "commit": commit or "unknown",
         "profile": f"Step times: {step_times.profiles()[arguments.profile].about}.",
-        "broker": f"Broker: {broker_cost.read().about}.",
+        "costs": f"Broker: {broker_cost.read().about}.",
     }
 
     def save(found: dict[str, Any]) -> None:
