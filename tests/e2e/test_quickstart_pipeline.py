@@ -159,7 +159,9 @@ def test_the_demo_ends_after_its_turn_on_another_port_if_its_own_is_taken(
 def test_the_demo_goes_on_serving_until_ctrl_c(tmp_path: pathlib.Path) -> None:
     skip_without_packages()
     command = [sys.executable, "-m", "bench.demo", "--port", "0", "--out", str(tmp_path / "reply.wav")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as demo:
+    # As a script starts what it puts into the background: without SIGINT.
+    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **ignoring) as demo:
         try:
             assert demo.stdout is not None
             said = next(found for line in demo.stdout if (found := re.match(r"serving on (http://\S+), until Ctrl-C", line)))
