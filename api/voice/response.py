@@ -119,6 +119,11 @@ class ResponseRun:
         """What is being said."""
         return self._output.message if self.wish.settings.speaks else None
 
+    @property
+    def calls(self) -> bool:
+        """Whether it is complete and has called functions."""
+        return self.status == "completed" and any(item.kind == "function_call" for item in self._output.items)
+
     def start(self) -> asyncio.Task[None]:
         """The task ends when nothing of the request is left in any stage."""
         self._outbox.put(ResponseCreated(self._state()))

@@ -178,5 +178,7 @@ class Responses:
             self._beside.discard(run)
             return
         self.own = None
+        if not run.calls:  # else the client answers them, and what is said then answers the turn
+            self.turn_over = None
         self._transcriber.answer_has_begun()
         self._ended()

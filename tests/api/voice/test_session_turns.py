@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tracemalloc
 
 import pytest
@@ -20,6 +21,8 @@ from tests.support.scripted_bus import FOREVER, audio, text
 SECOND = b"\x01\x00" * 24_000
 QUESTION = "What is the capital of France?"
 PIECE = 4800
+TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,20 @@ async def test_a_turn_is_told_committed_and_answered(start: StartSession) -> Non
     [sent] = seen.bus.submissions[0].tensors.values()
     assert sent.shape[0] >= len(part.pcm16k)
     assert seen.metric("omni_bus_voice_turn_answered_seconds_count") == 1
+
+
+@pytest.mark.parametrize("first", ["text", "call"])
+async def test_which_sound_answers_a_turn(start: StartSession, first: str) -> None:
+    """What is said behind a function call does. Where a text was the answer, none does: the time would count until some later one speaks."""
+    seen = await start(settings={**vad(), "speaks": first == "call", "tools": (TOOL,)})
+    seen.bus.script = (text("Paris" if first == "text" else CALL, "stop"),)
+    await hear(seen, spoken(QUESTION) + silence(1.0))
+    await seen.until(events.ResponseDone)
+    seen.bus.script = (text("Rome", "stop"), audio(SECOND[:960]), audio(b"", last=True))
+    speaking = dataclasses.replace(seen.session.settings, speaks=True)
+    seen.session.create_response(ResponseWish(settings=speaking))
+    await seen.until(events.OutputAudioDelta)
+    assert seen.metric("omni_bus_voice_turn_answered_seconds_count") == (1 if first == "call" else 0)
 
 
 async def test_a_turn_interrupts_the_answer_at_once(start: StartSession) -> None:
