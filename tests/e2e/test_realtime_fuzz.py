@@ -16,9 +16,11 @@ from tests.support.realtime_fuzz import Fuzz
 from tests.support.running_server import Server, eventually, running
 
 MODEL = "tiny-omni"
-WARM_UP, EVENTS = 10_000, 10_000
+EVENTS = 10_000  # in a round
 ROUND = 100  # events between two questions whose answers show that the server still reads
-GROWTH_MB = 24  # of the API process by 10,000 events, once as many have warmed it up: what the allocator keeps; seven rounds more are flat
+# Of memory, by an event. The allocator takes some more in some rounds, 17 and 13 MB were seen, and none in others; what leaks leaks in each.
+LEAK_BYTES = 400
+ROUNDS = 8  # at most; the second or third is flat, on most machines
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +121,8 @@ async def emptied(socket: RealtimeSocket) -> None:
     assert deleted == list(left)
 
 
-def resident_mb(server: Server) -> float:
-    return float(server.processes()["api.0"].memory_info().rss) / 2**20
+def resident_bytes(server: Server) -> int:
+    return int(server.processes()["api.0"].memory_info().rss)
 
 
 def test_the_fuzzer_is_the_same_for_the_same_seed_and_reaches_every_event() -> None:
@@ -142,13 +144,16 @@ def test_the_fuzzer_is_the_same_for_the_same_seed_and_reaches_every_event() -> N
 
 @pytest.mark.timeout(900)
 async def test_ten_thousand_events_leave_the_server_as_it_was(server: Server) -> None:
-    await fuzzed(server, seed=1, count=WARM_UP)
-    eventually(lambda: nothing_is_left(server), 30, "no session and no request after the warm-up")
-    before = resident_mb(server)
-    codes = await fuzzed(server, seed=2, count=EVENTS)
-    eventually(lambda: nothing_is_left(server), 30, "no session and no request")
-    assert sum(codes.values()) > EVENTS // 3, codes
-    assert resident_mb(server) - before < GROWTH_MB
+    resident = []
+    for seed in range(1, 1 + ROUNDS):
+        codes = await fuzzed(server, seed=seed, count=EVENTS)
+        assert sum(codes.values()) > EVENTS // 3, codes
+        eventually(lambda: nothing_is_left(server), 30, "no session and no request")
+        resident.append(resident_bytes(server))
+        if len(resident) > 1 and resident[-1] - resident[-2] < LEAK_BYTES * EVENTS:
+            break
+    else:
+        pytest.fail(f"memory grows with each round: {resident}")
     assert server.chat("Tell me a story.", max_tokens=4)["choices"][0]["message"]["content"]
 
 

@@ -315,7 +315,10 @@ async def test_a_request_that_has_sent_nothing_runs_again_elsewhere(broker: List
             near.close()
 
 
-async def test_a_port_that_is_taken_is_told_in_one_line(broker: ListeningBroker, tmp_path: pathlib.Path) -> None:
+async def test_a_port_that_is_taken_is_told_in_one_line(
+    broker: ListeningBroker, client: BusClient, tmp_path: pathlib.Path
+) -> None:
+    assert await client.status()  # by now the first one has the port
     second = tmp_path / "second"
     second.mkdir(mode=0o700)
     run_dir = RunDir(second)
