@@ -338,6 +338,7 @@ def main() -> int:
     if arguments.out:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         result = {"benchmark": "realtime", "date": today, "machine": about, "turns": arguments.turns, "rows": rows}
+        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{today}-realtime.json").write_text(json.dumps(result, indent=1) + "\n")
         said = ", ".join(f"{key} {value}" for key, value in about.items())
         title = f"# The Realtime socket, {today}\n\n`python -m bench.realtime {' '.join(sys.argv[1:])}`\n\n{said}\n\n"
