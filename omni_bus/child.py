@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from omni_bus.child_log import CHECK_S, LIMIT, ChildLog
 from omni_bus.process import die_with_parent
 
 BACKOFF_LIMIT_S = 30.0
@@ -22,9 +23,9 @@ class Child:
     Must be used from the main thread: children ask the kernel to die with their parent *thread*.
     """
 
-    def __init__(self, name: str, log: pathlib.Path, on_exit: Callable[[Child, int], None]) -> None:
+    def __init__(self, name: str, log: pathlib.Path, on_exit: Callable[[Child, int], None], log_bytes: int = LIMIT) -> None:
         self.name = name
-        self.log = log
+        self.log = ChildLog(log, log_bytes)
         self.incarnation = 0
         self.expected = False  # its end was asked for
         self.leaving = False  # it is being drained: nobody starts it again
@@ -36,6 +37,7 @@ class Child:
         self._deaths = 0
         self._born = 0.0
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_check: asyncio.TimerHandle | None = None
         self._pipe: int | None = None  # our end, until the process has closed its own, or ended
         self._ready = asyncio.Event()
         self._gone = asyncio.Event()
@@ -84,7 +86,7 @@ class Child:
         self._gone.clear()
         self._born = time.monotonic()
         inherited = () if on_ready is None else (self._open_pipe(on_ready),)
-        with self.log.open("ab") as output:
+        with self.log.open() as output:
             self._process = subprocess.Popen(
                 [*command, *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
@@ -99,6 +101,7 @@ class Child:
         for descriptor in inherited:
             os.close(descriptor)
         self.pid = self._process.pid
+        self._check_log()
         descriptor = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(descriptor, self._reap, self._process, descriptor)
 
@@ -117,10 +120,12 @@ class Child:
 
     def last_lines(self, count: int) -> list[str]:
         """Of what it wrote, without empty ones."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 65536))
-            lines = log.read().decode(errors="replace").splitlines()
+        lines = self.log.tail(65536).decode(errors="replace").splitlines()
         return [line.rstrip() for line in lines if line.strip()][-count:]
+
+    def _check_log(self) -> None:
+        self.log.bound()
+        self._log_check = asyncio.get_running_loop().call_later(CHECK_S, self._check_log)
 
     def _open_pipe(self, on_ready: Callable[[], None]) -> int:
         """Returns the process's end."""
@@ -149,6 +154,9 @@ class Child:
         os.close(descriptor)
         code = process.wait()
         self._close_pipe()
+        if self._log_check is not None:
+            self._log_check.cancel()
+        self.log.bound()
         self._process = None
         if not self.expected:
             self.early_deaths = 0 if self.ready else self.early_deaths + 1
