@@ -103,8 +103,12 @@ class ToolBody(msgspec.Struct):
     function: FunctionBody
 
 
+class VoiceBody(msgspec.Struct):
+    id: str
+
+
 class AudioBody(msgspec.Struct):
-    voice: str | None = None
+    voice: str | VoiceBody | None = None
     format: str | None = None
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from omni_bus.api.chat_body import ChatBody, SamplingBody, decode_json
+from omni_bus.api.chat_body import ChatBody, SamplingBody, VoiceBody, decode_json
 from omni_bus.api.chat_messages import parse_messages
 from omni_bus.api.chat_tools import parse_functions
 from omni_bus.api.media import MediaSource
@@ -87,7 +87,7 @@ def _voice(chat: ChatBody, modalities: tuple[str, ...], model: ServedModel) -> s
     voice = chat.audio.voice if chat.audio is not None else None
     if voice is None or "audio" not in modalities:
         return None
-    return model.voice(voice, "audio.voice")
+    return model.voice(voice.id if isinstance(voice, VoiceBody) else voice, "audio.voice")
 
 
 def _audio_format(chat: ChatBody, stream: bool) -> str:

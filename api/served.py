@@ -11,6 +11,11 @@ from omni_bus.deployment import Deployment
 from omni_bus.errors import ModelRefused
 from omni_bus.spec import PipelineSpec
 
+# Stock clients name one of these without being asked to, and some cannot leave it out: it means any voice, so the model's first.
+_OPENAI_VOICES = frozenset(
+    {"alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse"}
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -52,10 +57,13 @@ class ServedModel:
             taken = ", ".join(sorted(self.pipeline.input_kinds))
             raise ModelRefused(f"this model does not take {kind}; it takes {taken}", param=param)
 
-    def voice(self, name: str, param: str) -> str:
-        """The voice of that name, written in whatever case, as the model writes it; ModelRefused where there is none."""
+    def voice(self, name: str, param: str) -> str | None:
+        """The voice of that name, written in whatever case, as the model writes it. One of OpenAI's that it has not is its first, or
+        None where it names none. ModelRefused for any other name."""
         by_folded = {voice.casefold(): voice for voice in self.voices}
-        if name.casefold() not in by_folded:
-            offered = ", ".join(self.voices) or f"none to choose from: leave {param} out"
-            raise ModelRefused(f"this model has no such voice; it has {offered}", param=param)
-        return by_folded[name.casefold()]
+        if (found := by_folded.get(name.casefold())) is not None:
+            return found
+        if name.casefold() in _OPENAI_VOICES:
+            return self.voices[0] if self.voices else None
+        offered = ", ".join(self.voices) or "none to choose from: leave it out"
+        raise ModelRefused(f"{param}: this model has no such voice; it has {offered}", param=param)

@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from omni_bus.api.chat_body import Int64, Priority, decode_json
+from omni_bus.api.chat_body import Int64, Priority, VoiceBody, decode_json
 from omni_bus.api.served import ServedModel
 from omni_bus.api.submission import deadline_s
 from omni_bus.api.tempo import MAX_SPEED, MIN_SPEED
@@ -17,10 +17,6 @@ from omni_bus.payloads import ChatInput, Message, TextPart
 MAX_CHARACTERS = 4096  # of the input, as OpenAI has it, and of the instructions
 FORMATS = {"mp3": "mp3", "opus": "opus", "aac": "aac", "flac": "flac", "wav": "wav", "pcm": "pcm16"}  # theirs → ours
 _ASKED = "Read the text aloud, word for word."  # what a user asked whom a chat model's speech would answer so
-
-
-class VoiceBody(msgspec.Struct):
-    id: str
 
 
 class SpeechBody(msgspec.Struct, kw_only=True):

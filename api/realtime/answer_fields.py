@@ -16,8 +16,6 @@ from omni_bus.api.voice.settings import NamedTool, SessionSettings, ToolChoice
 from omni_bus.errors import InvalidRequest, ModelRefused
 
 MAX_TOOLS = 128
-# OpenAI's voices, which stock clients name without being asked: they stand for this model's own first voice.
-STOCK_VOICES = frozenset({"alloy", "ash", "ballad", "coral", "echo", "sage", "shimmer", "verse", "marin", "cedar"})
 _CHOICES = ("auto", "none", "required")
 
 
@@ -119,11 +117,4 @@ def _voice(said: object, model: ServedModel, param: str) -> str | None:
     name = said.get("id") if isinstance(said, dict) else said
     if not isinstance(name, str):
         raise InvalidRequest(f"{param} must be a voice's name", param=param)
-    by_folded = {voice.casefold(): voice for voice in model.voices}
-    found = by_folded.get(name.casefold())
-    if found is not None:
-        return found
-    if name.casefold() in STOCK_VOICES:
-        return model.voices[0] if model.voices else None
-    offered = ", ".join(model.voices) or "none to choose from: leave it out"
-    raise ModelRefused(f"{param}: this model has no such voice; it has {offered}", param=param)
+    return model.voice(name, param)

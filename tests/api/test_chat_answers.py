@@ -236,6 +236,12 @@ async def test_what_the_bus_is_asked_for(server: Any) -> None:
     assert ours.startswith("req-") and theirs.isascii() and "/" not in theirs
 
 
+@pytest.mark.parametrize("voice", ["coral", "SAGE", {"id": "onyx"}])
+async def test_a_voice_of_openais_stands_for_the_models_first(server: Any, voice: object) -> None:
+    status, _ = await server.chat(modalities=["text", "audio"], audio={"voice": voice, "format": "wav"})
+    assert status == 200 and server.bus.submissions[0].options.voice == "Ethan"
+
+
 async def test_sampling_params_list_follows_the_pipeline(server: Any) -> None:
     await server.chat(sampling_params_list=[{"temperature": 0.5}, {"seed": 3, "stop": ["a", "b"]}], temperature=0.1)
     assert server.bus.submissions[0].options.sampling == {

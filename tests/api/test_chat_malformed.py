@@ -208,7 +208,7 @@ ROWS = [
     fields("modality not offered", 422, "model_refused", "modalities", "it makes audio, text", modalities=["video"]),
     fields("modalities a string", 400, BAD, "modalities", "expected `array", modalities="text"),
     fields(
-        "unknown voice", 422, "model_refused", "audio.voice", "Ethan, chelsie", modalities=["audio"], audio={"voice": "alloy"}
+        "unknown voice", 422, "model_refused", "audio.voice", "Ethan, chelsie", modalities=["audio"], audio={"voice": "bob"}
     ),
     fields("voice a number", 400, BAD, "audio.voice", "expected `str", audio={"voice": 1}),
     fields("audio a string", 400, BAD, "audio", "expected `object", audio="wav"),

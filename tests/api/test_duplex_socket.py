@@ -113,6 +113,11 @@ async def test_every_field_of_a_hello_is_taken(server: Server) -> None:
     assert said_by(server, "system") == ["Be brief."]
 
 
+async def test_a_voice_of_openais_stands_for_the_models_first(server: Server) -> None:
+    async with connected(server.url) as socket:
+        assert (await socket.hello(voice="verse"))["voice"] == "Ethan"
+
+
 WRONG_HELLOS: dict[str, tuple[dict[str, Any], str, str]] = {
     "another version": ({"version": 2}, "unsupported_version", "version"),
     "no version": ({"version": None}, "invalid_request", "version"),

@@ -133,7 +133,7 @@ async def test_what_stock_clients_ask_for_is_taken_and_shown_as_off_where_it_is(
     assert off["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
 
 
-@pytest.mark.parametrize("voice", ["marin", "Alloy", {"id": "cedar"}])
+@pytest.mark.parametrize("voice", ["marin", "Alloy", {"id": "cedar"}, "onyx"])
 async def test_voices_of_openai_stand_for_the_models_first(socket: RealtimeSocket, voice: object) -> None:
     session = await updated(socket, {"audio": {"output": {"voice": voice}}})
     assert session["audio"]["output"]["voice"] == "Ethan"

@@ -94,6 +94,14 @@ async def test_what_the_bus_is_asked_for(server: Any) -> None:
     assert 4 < asked.deadline_s <= 5
 
 
+@pytest.mark.parametrize("voice", ["alloy", "Nova", {"id": "fable"}])
+async def test_a_voice_of_openais_stands_for_the_models_first(server: Any, voice: object) -> None:
+    server.bus.script = SPOKEN
+    status, _, body = await speak(server, voice=voice)
+    assert status == 200 and body
+    assert server.bus.submissions[0].options.voice == "Ethan"
+
+
 @pytest.mark.parametrize("speed", [0.25, 0.5, 1.5, 4.0])
 async def test_speed_changes_the_length_and_keeps_the_pitch(server: Any, speed: float) -> None:
     server.bus.script = (*[audio(TONE)] * 40, audio(b"", last=True))

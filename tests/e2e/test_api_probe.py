@@ -112,8 +112,12 @@ def test_openai_client_errors_and_models(client: openai.OpenAI) -> None:
     assert wrong.value.param == "temperature"
     with pytest.raises(openai.UnprocessableEntityError, match="it has tone"):
         client.chat.completions.create(
-            model="probe", messages=ask("hi"), modalities=["audio"], audio={"voice": "alloy", "format": "wav"}
+            model="probe", messages=ask("hi"), modalities=["audio"], audio={"voice": "bob", "format": "wav"}
         )
+    stock = client.chat.completions.create(
+        model="probe", messages=ask("hi"), modalities=["text", "audio"], audio={"voice": "alloy", "format": "wav"}
+    )
+    assert stock.choices[0].message.audio is not None and stock.choices[0].message.audio.data
     with pytest.raises(openai.InternalServerError) as failed:
         client.chat.completions.create(model="probe", messages=ask("a !raise:source"))
     assert failed.value.code == "stage_failed"

@@ -200,7 +200,7 @@ def test_what_is_refused(client: openai.OpenAI, fields: dict[str, Any], status: 
 
 def test_refusals_of_speech(client: openai.OpenAI) -> None:
     for fields, status, param in (
-        ({"voice": "alloy"}, 422, "voice"),
+        ({"voice": "nobody"}, 422, "voice"),
         ({"speed": 9}, 400, "speed"),
         ({"input": "a" * 4097}, 400, "input"),
         ({"model": "tts-1"}, 404, "model"),
