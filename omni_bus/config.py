@@ -30,7 +30,7 @@ from omni_bus.tcp_endpoint import TcpEndpoint
 TABLES = ("model", "api", "bus", "stages", "edges")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MPS = ("off", "auto", "on")
-FENCES = ("events", "words")
+FENCES = ("words", "events")
 CONNECTORS = ("auto", "inline", "local", "shm", "cuda_ipc", "tcp")
 
 Rule = tuple[Callable[[Any], bool], str]

@@ -54,7 +54,7 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s: float = 60.0  # a step of a stage that takes longer hangs, and its worker is ended; 0 = none does
     retries: int = 1  # of a request whose replica was lost before any output left
     gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
-    gpu_fences: str = "events"  # events | words: what a stream waits for on a cuda_ipc edge (connectors/cuda_words.py)
+    gpu_fences: str = "words"  # words | events: what a stream waits for on a cuda_ipc edge (connectors/cuda_words.py)
     mps: str = "off"  # off | auto | on: run NVIDIA MPS for worker processes that share a GPU
     trace: str = ""  # directory into which workers write what they do and when, for bench/trace.py; "" = nothing is noted
     drain_s: float = 10.0  # for running requests where a replica, or the whole server on SIGTERM, is drained

@@ -62,7 +62,7 @@ TOML = {
     "stage without sampling": (PROBE + "[stages.sink]\nsampling = {top_k = 1}\n", ":4: stages.sink.sampling: stage sink does not sample", "sink"),
     "unknown connector": (PROBE + '[edges."source->relay"]\nconnector = "smh"\n', "connector must be one of auto, inline, local, shm", "smh"),
     "local across processes": (PROBE + '[edges."source->relay"]\nconnector = "local"\n', "joins stages of one process", "source and relay"),
-    "fences of no kind": (PROBE + '[bus]\ngpu_fences = "word"\n', ":4: bus.gpu_fences must be one of events, words", "word"),
+    "fences of no kind": (PROBE + '[bus]\ngpu_fences = "word"\n', ":4: bus.gpu_fences must be one of words, events", "word"),
     "cuda_ipc between CPUs": (PROBE + '[edges."source->relay"]\nconnector = "cuda_ipc"\n', '"cuda_ipc" joins stages on GPUs, and stage source is on cpu', 'stage relay is on cpu; say "auto"'),
     "cuda_ipc to the client": (PROBE + '[edges."sink->client"]\nconnector = "cuda_ipc"\n', 'an edge of the client has "auto" or "inline"', "cuda_ipc"),
     "shm to the client": (PROBE + '[edges."sink->client"]\nconnector = "shm"\n', 'an edge of the client has "auto" or "inline"', "shm"),
