@@ -44,7 +44,7 @@ class VoiceConnection(abc.ABC):
         self.session = VoiceSession(services, SessionSettings.default(services.model), self._send, label=label)
         self.cause: str | None = None  # the client's own name for the message that is being carried out
         self._rate = EventRate(config.session_events_per_s, time.monotonic())
-        self._timer = SessionTimer(config, self._over)
+        self._timer = SessionTimer(config, self.session.busy_until, self._over)
         self._closing: asyncio.Task[None] | None = None
 
     # ---- what a protocol says

@@ -30,6 +30,10 @@ class Arrivals:
         if item in self._tasks:
             self._tasks[item].cancel()
 
+    def __len__(self) -> int:
+        """Items on their way."""
+        return len(self._tasks)
+
     def __contains__(self, item: Item) -> bool:
         return item in self._tasks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from omni_bus.deployment import ApiConfig
@@ -36,31 +37,43 @@ class EventRate:
 class SessionTimer:
     """Calls `ended` once, with a code and a sentence, when a session has been idle or open for too long. One timer, rarely set anew."""
 
-    def __init__(self, config: ApiConfig, ended: Callable[[str, str], None]) -> None:
+    def __init__(self, config: ApiConfig, busy_until: Callable[[float], float], ended: Callable[[str, str], None]) -> None:
+        """busy_until: given the time, until when the session had, or will have, something to do for its client; seconds of
+        time.monotonic both. It is asked only when the session would be idle otherwise."""
         self._loop = asyncio.get_running_loop()
         self._idle_s = config.session_idle_s
+        self._busy_until = busy_until
         self._ended = ended
-        now = self._loop.time()
+        now = time.monotonic()
         self._over = now + config.session_s
         self._total_s = config.session_s
         self._heard = now
-        self._timer = self._loop.call_at(min(self._over, now + self._idle_s), self._due)
+        self._set(min(config.session_s, self._idle_s))
 
     def heard(self) -> None:
         """The client said something."""
-        self._heard = self._loop.time()
+        self._heard = time.monotonic()
 
     def stop(self) -> None:
         self._timer.cancel()
 
+    def _set(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._due)
+
     def _due(self) -> None:
-        now = self._loop.time()
-        idle_until = self._heard + self._idle_s
+        now = time.monotonic()
         if now >= self._over:
             self._ended(
                 "session_expired", f"the session has lasted {self._total_s:g} s, which is as long as one may; open another"
             )
-        elif now >= idle_until:
-            self._ended("session_idle", f"the session was closed after {self._idle_s:g} s without a word of its client")
+            return
+        idle_from = self._heard
+        if now >= idle_from + self._idle_s:
+            idle_from = max(idle_from, self._busy_until(now))
+        if now >= idle_from + self._idle_s:
+            self._ended(
+                "session_idle",
+                f"the session was closed: for {self._idle_s:g} s its client said nothing, and nothing was to be answered or played",
+            )
         else:
-            self._timer = self._loop.call_at(min(self._over, idle_until), self._due)
+            self._set(min(self._over, idle_from + self._idle_s) - now)

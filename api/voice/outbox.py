@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from collections.abc import Awaitable, Callable
 
 from omni_bus.api.voice.events import SessionEvent
@@ -15,7 +16,7 @@ class Outbox:
     """Putting in is synchronous, so that a change of the session and all that it says of it are one step.
 
     What lies here is bounded by `drained`: no task of a session goes on to its next cause of events while the client has not taken
-    those of the last.
+    those of the last. last_put: when something was told, in seconds of time.monotonic; of one that has told nothing, when it was made.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -25,11 +26,13 @@ class Outbox:
         self._empty = asyncio.Event()
         self._empty.set()
         self._closed = False
+        self.last_put = time.monotonic()
 
     def put(self, event: SessionEvent) -> None:
         """Nothing is kept once the outbox has been closed."""
         if self._closed:
             return
+        self.last_put = time.monotonic()
         self._waiting.append(event)
         self._filled.set()
         self._empty.clear()

@@ -31,6 +31,11 @@ class PlaybackClock:
             self._answers.append(_Answer(item_id))
         self._answers[-1].sent_ms += duration_ms
 
+    @property
+    def ends(self) -> float:
+        """When all that was sent will have been played; in the past where it has been."""
+        return self._ends
+
     def lead_s(self, now: float) -> float:
         """Seconds of audio that were sent and are not played yet."""
         return max(0.0, self._ends - now)

@@ -120,6 +120,11 @@ class ResponseRun:
         return self._output.message if self.wish.settings.speaks else None
 
     @property
+    def heard_until(self) -> float:
+        """When the client will have played what it was sent by now, in seconds of time.monotonic."""
+        return self._clock.ends
+
+    @property
     def calls(self) -> bool:
         """Whether it is complete and has called functions."""
         return self.status == "completed" and any(item.kind == "function_call" for item in self._output.items)

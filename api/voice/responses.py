@@ -58,7 +58,17 @@ class Responses:
         self._label = label
         self._ended = ended
         self._beside: set[ResponseRun] = set()
+        self._beside_heard_until = 0.0  # of those that have ended
         self._tasks: set[asyncio.Task[None]] = set()  # of what runs, and of what the stages have yet to let go of
+
+    @property
+    def running(self) -> bool:
+        return self.own is not None or bool(self._beside)
+
+    @property
+    def heard_until(self) -> float:
+        """When the client will have played what it was sent of responses that have ended, in seconds of time.monotonic."""
+        return max(self._history.clock.ends, self._beside_heard_until)
 
     def create(self, wish: ResponseWish) -> None:
         """Raises ResponseRefused where the conversation has one already, RateLimited where too many run beside it."""
@@ -176,6 +186,7 @@ class Responses:
     def on_ended(self, run: ResponseRun) -> None:
         if run is not self.own:
             self._beside.discard(run)
+            self._beside_heard_until = max(self._beside_heard_until, run.heard_until)
             return
         self.own = None
         if not run.calls:  # else the client answers them, and what is said then answers the turn

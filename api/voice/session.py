@@ -86,6 +86,13 @@ class VoiceSession:
         await self._responses.settled()
         await self._arrivals.room()
 
+    def busy_until(self, now: float) -> float:
+        """Until when it had, or will have, something to do for its client: to answer, to write down, to fetch, or to be played to its
+        end. `now` where that is not over yet. Seconds of time.monotonic."""
+        if self._responses.running or self._transcriber.writing or len(self._arrivals):
+            return max(now, self._responses.heard_until)
+        return max(self._outbox.last_put, self._responses.heard_until)
+
     async def close(self) -> None:
         """Cancel all that is under way, and wait a little for the stages to let go. Nothing more is told."""
         self._closed = True

@@ -41,6 +41,11 @@ class Transcriber:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def writing(self) -> bool:
+        """Something is being written down, or waits for it."""
+        return self._task is not None or bool(self._waiting)
+
     def add(self, item: Item, wish: Transcription, *, answer_follows: bool) -> None:
         """Every piece of audio in that item. answer_follows: a response will begin at once."""
         for index, part in enumerate(item.content):
