@@ -9,8 +9,10 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -321,6 +323,7 @@ def test_pipecat_interrupts_an_answer(
     server: Server, say: Callable[[str], pathlib.Path], recognise: Callable[[pathlib.Path], list[str]], tmp_path: pathlib.Path
 ) -> None:
     """Any error would end pipecat's connection, also one that answers its truncate; so the next answer shows that none came."""
+    before = ended_responses(server)
     saw = drive("pipecat", "barge", server, tmp_path, "--say", say(STORY), "--say", say(QUESTION), "--max-tokens", 200)
     types = [line["type"] for line in saw.lines]
     interrupted = len(types) - 1 - types[::-1].index("client.InterruptionFrame")
@@ -329,5 +332,23 @@ def test_pipecat_interrupts_an_answer(
     assert types.count("client.TTSStartedFrame") == 3
     _, story, last = saw.all("client.audio")
     assert story["peak"] > 3000
+    answered = types.index("client.LLMFullResponseStartFrame", interrupted)
+    late = {"client.TTSAudioRawFrame", "client.TTSTextFrame"} & set(types[interrupted:answered])
+    assert not late, "something of the story behind the interruption"
+    started = max(at for at, kind in enumerate(types[:interrupted]) if kind == "client.BotStartedSpeakingFrame")
+    heard_s = saw.lines[interrupted]["at"] - saw.lines[started]["at"]
+    assert story["seconds"] < heard_s + 0.2, "it was played no longer than until then"
     check_audio(saw, last, recognise)
     nothing_left(server)
+    after = ended_responses(server)
+    assert {status: after[status] - before.get(status, 0) for status in after} == {"completed": 2, "cancelled": 1}
+    _, told, _ = saw.all("client.usage")
+    assert told["completion_tokens"] < 200, "the story was not written to its end"
+
+
+def ended_responses(server: Server) -> dict[str, float]:
+    """status → responses that have ended with it; completed and cancelled are always there."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        text = str(answer.read(), "utf-8")
+    found = re.findall(r'^omni_bus_voice_responses_total\{status="(\w+)"\} (\S+)$', text, re.MULTILINE)
+    return {"completed": 0, "cancelled": 0} | {status: float(count) for status, count in found}
