@@ -22,6 +22,7 @@ from omni_bus.errors import TooLarge
 TOTAL_S = 30.0
 CONNECT_S = 5.0
 MAX_REDIRECTS = 3
+MAX_URL = 8192  # characters: an address may be kept for as long as those before it take
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -79,6 +80,10 @@ class MediaFetcher:
 
     def check(self, url: str, param: str) -> URL:
         """What can be said without asking anybody: the URL itself, or MediaRefused."""
+        if len(url) > MAX_URL:
+            raise MediaRefused(
+                f"{param}: a media URL may have up to {MAX_URL} characters; this one has {len(url)}", param=param
+            )
         try:
             address = URL(url)
         except ValueError:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from omni_bus.api.voice.items import Item
+from omni_bus.errors import RateLimited
 
-MAX_ON_THE_WAY = 16  # items of one session; whoever brings more waits
+MAX_ON_THE_WAY = 16  # items of one session
 
 Fetch = Callable[[], Awaitable[None]]
 
@@ -18,6 +19,17 @@ class Arrivals:
     def __init__(self) -> None:
         self._tasks: dict[Item, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
+
+    def check_room(self) -> None:
+        """Raises RateLimited where one more would be too many: refused and not waited for, since a client that is not read meanwhile
+        could interrupt nothing."""
+        if len(self._tasks) >= MAX_ON_THE_WAY:
+            raise RateLimited(
+                f"item: {MAX_ON_THE_WAY} items with images to fetch are on their way, which is as many as may be; "
+                "wait for the conversation.item.done of one, or send the image as a data URL",
+                param="item",
+                code="too_many_images",
+            )
 
     def begin(self, item: Item, fetch: Fetch, ended: Callable[[Exception | None], None]) -> None:
         """ended: called once with what `fetch` raised, if it did; not called for an item that is forgotten before."""
@@ -46,11 +58,6 @@ class Arrivals:
         """Until none of these is on its way, whatever came of it."""
         if tasks := [self._tasks[item] for item in items if item in self._tasks]:
             await asyncio.wait(tasks)
-
-    async def room(self) -> None:
-        """Until one more may be begun."""
-        while len(self._tasks) >= MAX_ON_THE_WAY:
-            await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

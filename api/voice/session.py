@@ -80,11 +80,10 @@ class VoiceSession:
         await self._outbox.run()
 
     async def drained(self) -> None:
-        """Until the client has taken what was said to it, and the stages what it has put an end to, and there is room for more to be
-        fetched: to be awaited before its next wish is read."""
+        """Until the client has taken what was said to it, and the stages what it has put an end to: to be awaited before its next wish is
+        read."""
         await self._outbox.drained()
         await self._responses.settled()
-        await self._arrivals.room()
 
     def busy_until(self, now: float) -> float:
         """Until when it had, or will have, something to do for its client: to answer, to write down, to fetch, or to be played to its
@@ -192,8 +191,9 @@ class VoiceSession:
         """As `add_item`, of an item whose content `fetch` gets: it has its place at once, and is done when it is whole. Where that fails,
         an error with this cause is told, and the item goes.
 
-        Raises ConversationError.
+        Raises ConversationError, and RateLimited where too many are on their way.
         """
+        self._arrivals.check_room()
         item.status = "in_progress"
         previous = self._conversation.add(item, previous_item_id)
         self._outbox.put(events.ItemAdded(snapshot(item), previous))

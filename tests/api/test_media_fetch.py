@@ -270,3 +270,10 @@ async def test_the_deadline_covers_fetching(start: Any, host: str) -> None:
     part = {"type": "image_url", "image_url": {"url": f"http://{host}/slow"}}
     status, answer = await server.chat(messages=[{"role": "user", "content": [part]}], timeout=0.3)
     assert (status, answer["error"]["code"]) == (408, "deadline_exceeded") and not server.bus.submissions
+
+
+async def test_an_address_may_not_be_of_any_length(private_fetcher: MediaFetcher) -> None:
+    url = "http://files.example/" + "a" * media_fetch.MAX_URL
+    with pytest.raises(MediaRefused, match=f"image_url: .* up to {media_fetch.MAX_URL} characters; this one has {len(url)}"):
+        private_fetcher.check(url, "image_url")
+    assert private_fetcher.check(url[: media_fetch.MAX_URL], "image_url").host == "files.example"

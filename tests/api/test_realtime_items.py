@@ -15,8 +15,10 @@ from bench.realtime_socket import RealtimeSocket, connected
 from omni_bus.api.realtime import remote_images
 from omni_bus.api.voice.arrivals import MAX_ON_THE_WAY
 from tests.api.conftest import Server, StartServer
+from tests.api.voice.conftest import spoken
+from tests.support.cascade import skip_without_packages
 from tests.support.realtime_events import EventChecker
-from tests.support.scripted_bus import MODEL
+from tests.support.scripted_bus import FOREVER, MODEL, audio, text
 
 PNG = b"\x89PNG" + bytes(1000)
 TONE = (numpy.sin(numpy.arange(24_000) * 2 * numpy.pi * 300 / 24_000) * 12_000).astype("<i2")
@@ -189,18 +191,40 @@ async def test_an_image_that_is_deleted_before_it_came_keeps_nobody_waiting(star
         assert "error" not in socket.types() and not server.bus.submissions[-1].tensors
 
 
-async def test_many_images_on_their_way_hold_their_own_client_up(start: StartServer, host: str, gate: asyncio.Event) -> None:
+@pytest.mark.parametrize("how", ["cancel", "speech"])
+async def test_many_images_on_their_way_make_nobody_deaf(start: StartServer, host: str, gate: asyncio.Event, how: str) -> None:
+    """One more is refused by name, and an interruption is heard while a slow host keeps all the others."""
+    if how == "speech":
+        skip_without_packages()
     server = await start(allow_private_media=True)
+    server.bus.scripts.append((text("A long story"), audio(), FOREVER))
     async with connected(server.url, MODEL, check=EventChecker()) as socket:
-        for _ in range(MAX_ON_THE_WAY + 1):
-            await socket.send("conversation.item.create", item=looks_at(f"{host}/slow"))
-
-        def added() -> int:
-            return socket.types().count("conversation.item.added")
-
-        await socket.until("conversation.item.added", where=lambda event: added() == MAX_ON_THE_WAY)
+        await socket.send("response.create")
+        await socket.until("response.output_audio.delta")
+        since = socket.count
+        for number in range(MAX_ON_THE_WAY + 1):
+            await socket.send("conversation.item.create", event_id=f"picture_{number}", item=looks_at(f"{host}/slow"))
+        error = (await socket.until("error"))["error"]
+        assert (error["code"], error["event_id"]) == ("too_many_images", f"picture_{MAX_ON_THE_WAY}")
+        assert socket.types(since).count("conversation.item.added") == MAX_ON_THE_WAY
+        if how == "cancel":
+            await socket.send("response.cancel")
+        else:
+            question = spoken("What is the capital of France?")
+            for at in range(0, len(question), 4800):
+                await socket.append(question[at : at + 4800])
+            await socket.until("input_audio_buffer.speech_started")
+        response = (await socket.until("response.done"))["response"]
+        reason = {"cancel": "client_cancelled", "speech": "turn_detected"}[how]
+        assert (response["status"], response["status_details"]["reason"]) == ("cancelled", reason)
         gate.set()
-        await socket.until("conversation.item.done", where=lambda event: added() == MAX_ON_THE_WAY + 1)
+
+        def done() -> int:
+            return socket.types(since).count("conversation.item.done")
+
+        await socket.until("conversation.item.done", since=since, where=lambda event: done() > MAX_ON_THE_WAY)
+        await socket.send("conversation.item.create", item=looks_at(f"{host}/one.png"))
+        await socket.until("conversation.item.done", since=since, where=lambda event: done() > MAX_ON_THE_WAY + 1)
         assert await pictures(server, socket) == [PNG] * (MAX_ON_THE_WAY + 1)
 
 
