@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_checks.whole import checkpoint, prompts
+from bench.bare_stages import checkpoint, prompts
 from omni_bus import events, wire
 from omni_bus.connectors.base import Frame
 from omni_bus.connectors.select import Connectors

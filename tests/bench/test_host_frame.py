@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.gpu_checks.whole import checkpoint, prompts
+from bench.bare_stages import checkpoint, prompts
 from bench.host_frame import PROMPT, measure
 from omni_bus.stages.qwen3_omni.payloads import TalkerPrompt
 
