@@ -13,7 +13,9 @@ from typing import Any
 
 from bench.simulation.answers import Answer
 from bench.simulation.broker_cost import BrokerCost
-from bench.simulation.stages import Chunks, Frames, Once, Replica, Tokens, begin
+from bench.simulation.code2wav import Chunks
+from bench.simulation.replica import Replica, begin
+from bench.simulation.stages import Frames, Once, Tokens
 from bench.simulation.step_times import StepTimes
 from bench.simulation.timeline import Timeline
 from omni_bus import events

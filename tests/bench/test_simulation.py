@@ -14,11 +14,11 @@ import pytest
 from bench.simulation import beside, broker_cost, report, step_times
 from bench.simulation.answers import Answer
 from bench.simulation.broker_cost import BrokerCost
+from bench.simulation.code2wav import Chunks
 from bench.simulation.experiments import FREE, bus
 from bench.simulation.listeners import Load
 from bench.simulation.pods import pods
 from bench.simulation.run import Scenario, simulate
-from bench.simulation.stages import Chunks
 from bench.simulation.step_times import Curve, StepTimes
 from bench.simulation.timeline import Timeline
 from omni_bus import routing
