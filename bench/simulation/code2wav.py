@@ -14,7 +14,8 @@ from omni_bus.stages.qwen3_omni.code2wav_shapes import Shapes
 from omni_bus.stages.qwen3_omni.code2wav_streams import ChunkRule
 from omni_bus.stages.qwen3_omni.spec import SAMPLE_RATE
 
-CHUNK_EVENTS = 2 + 1 / 4  # that the broker takes in (stages.py): the chunk, its frames used up, and for one in four the client's word
+# Events that the broker takes in (stages.py): the chunk, its frames used up, and for one in four the client's word.
+CHUNK_EVENTS = 2 + 1 / 4
 TICK_S = 1e-6  # at least from one look at a stream to the next: rounding may put the moment when it is due before the one it was asked in
 
 
