@@ -6,6 +6,8 @@ import base64
 import contextlib
 import io
 import pathlib
+import re
+import time
 import urllib.request
 import wave
 from collections.abc import Callable, Iterator
@@ -20,6 +22,11 @@ from tests.support.running_server import Server, eventually, running
 
 STORY = "Please tell me a long story about a cat who travels around the world."
 WIDTHS = {"desktop": (1280, 800), "phone": (390, 844), "narrow": (320, 640)}
+STRIPS = {  # name → what it tells, and how its newest figure reads
+    "ttfp": ("Time to first packet", r"\d+\.\d\d s"),
+    "rtf": ("Real-time factor", r"\d+\.\d\d"),
+    "lead": ("Playback lead", r"\d+\.\d s"),
+}
 AUDIBLE = 6_000  # samples: a quarter of a second of sound
 
 
@@ -82,18 +89,42 @@ def test_a_held_button_makes_a_spoken_turn(quickstart: Server, playwright: Playw
         browser(playwright, file) as chrome,
         visit(chrome, quickstart.url, viewport={"width": width, "height": height}) as seen,
     ):
+        assert [seen.inked(f"{name}-chart") for name in STRIPS] == [0, 0, 0], "nothing but lines and a scale"
         seen.page.hover("#speak")
         seen.page.mouse.down()
         seen.until_counter("samplesHeard", int((end_s + 0.3) * 24_000))
         assert seen.page.inner_text("#state") == "Listening"
+        began = time.monotonic()
         seen.page.mouse.up()
         seen.until_turn("user", "capital of France")
         seen.until_turn("assistant", "Paris")
         seen.until_counter("samplesAudible", AUDIBLE)
         seen.until_state("ready")
-        assert float(seen.page.inner_text("#ttfp").split()[0]) > 0 and float(seen.page.inner_text("#rtf")) > 0
+        drawn = strips_of_a_turn(seen, time.monotonic() - began, dict.fromkeys(STRIPS, 0))
         seen.page.screenshot(path=tmp_path / "desktop.png")
+
+        audible, began = seen.counters["samplesAudible"], time.monotonic()
+        write(seen, "What is the capital of France?")
+        seen.until_counter("samplesAudible", audible + AUDIBLE)
+        seen.until("() => document.querySelectorAll('.turn.assistant[data-state=done]').length === 2")
+        seen.until_state("ready")
+        strips_of_a_turn(seen, time.monotonic() - began, drawn)
     assert (tmp_path / "desktop.png").stat().st_size > 10_000
+
+
+def strips_of_a_turn(seen: Visit, took_s: float, before: dict[str, int]) -> dict[str, int]:
+    """The strips show a turn's figures, as text and to a screen reader, and are drawn in more columns than `before`, which is returned anew."""
+    found = {}
+    for name, (title, text) in STRIPS.items():
+        base = 8 if name == "lead" else 0  # along which its line goes on when nothing is played
+        seen.until_inked(f"{name}-chart", before[name], base)
+        found[name] = seen.inked(f"{name}-chart", base)
+        figure = seen.page.inner_text(f"#{name}")
+        assert re.fullmatch(text, figure), (name, figure)
+        assert seen.page.get_attribute(f"#{name}-chart", "aria-label") == f"{title} over the last three minutes, now {figure}"
+    ttfp, rtf = (float(seen.page.inner_text(f"#{name}").split()[0]) for name in ("ttfp", "rtf"))
+    assert 0 < ttfp < took_s and rtf > 0
+    return found
 
 
 def test_stop_silences_the_answer_and_shows_what_was_heard(quickstart: Server, chrome: Browser, tmp_path: pathlib.Path) -> None:

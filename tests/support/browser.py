@@ -63,6 +63,25 @@ def browser(playwright: Playwright, microphone: pathlib.Path | None = None, *, d
         chrome.close()
 
 
+# Columns of a canvas, in its own pixels, that hold its line's colour, but for the lowest `base` rows. It is copied first: a canvas that
+# is read again and again makes Chromium warn of it.
+_INKED = """
+([id, base]) => {
+  const canvas = document.getElementById(id);
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+  copy.fillStyle = getComputedStyle(canvas).color;
+  copy.fillRect(0, 0, 1, 1);
+  const ink = copy.getImageData(0, 0, 1, 1).data;
+  copy.clearRect(0, 0, 1, 1);
+  copy.drawImage(canvas, 0, 0);
+  const { data, width, height } = copy.getImageData(0, 0, canvas.width, canvas.height);
+  const inked = (at) => data[at + 3] > 100 && [0, 1, 2].every((i) => Math.abs(data[at + i] - ink[i]) < 24);
+  const rows = [...Array(Math.max(0, height - base)).keys()];
+  return [...Array(width).keys()].filter((x) => rows.some((y) => inked((y * width + x) * 4))).length;
+}
+"""
+
+
 class Visit:
     """One tab on one address, and all it complained of."""
 
@@ -112,6 +131,15 @@ class Visit:
         self.until(
             "(states) => states.includes(document.querySelector('#state').dataset.state)", list(states), why=f"state {states}"
         )
+
+    def inked(self, canvas: str, base: int = 0) -> int:
+        """How many columns of the canvas of this id hold its line's colour above its lowest `base` rows."""
+        return int(self.page.evaluate(_INKED, [canvas, base]))
+
+    def until_inked(self, canvas: str, more_than: int, base: int = 0) -> None:
+        """It is drawn by a timer, and every drawing sets its width, which `until` notices."""
+        holds = f"([id, base, least]) => ({_INKED})([id, base]) > least"
+        self.until(holds, [canvas, base, more_than], why=f"more than {more_than} columns of {canvas} drawn")
 
     def turns(self, role: str) -> list[str]:
         """What each turn of "user" or "assistant" says."""
