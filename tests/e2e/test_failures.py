@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ LOST_AFTER_S = 4.0
 STEP_S = 8.0
 AT_ONCE_S = 60.0  # a hang; it takes milliseconds on an idle machine
 BACK_S = 90.0
+WORKS_AGAIN_S = 5.0  # after the broker's death, on a machine that starts Python with the broker's modules within IDLE_START_S
+IDLE_START_S = 0.25
 SETS = (
     *(f"stages.{stage}.{key}" for stage in ("source", "relay", "sink") for key in ("faults=true", "threads=1")),
     "stages.relay.replicas=2",
@@ -93,6 +97,28 @@ async def ask(server: Server, text: str) -> str:
     return await asyncio.to_thread(chat)
 
 
+def ask_until_answered(server: Server) -> float:
+    """Seconds until a request with speech is answered to a client that asks again as docs/failures.md says, when Retry-After says."""
+    began = time.monotonic()
+    while True:
+        try:
+            server.chat("a b", audio=True)
+        except urllib.error.HTTPError as error:
+            code = json.loads(error.read())["error"]["code"]
+            assert code in {"broker_lost", "no_ready_replica"}, code
+            assert time.monotonic() < began + BACK_S, f"still {code}"
+            time.sleep(float(error.headers["Retry-After"]))
+        else:
+            return time.monotonic() - began
+
+
+def slowness() -> float:
+    """How many times longer than on an idle machine of ours a broker takes to start, less its work; at least 1."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import omni_bus.broker_main"], check=True, timeout=BACK_S)
+    return max(1.0, (time.monotonic() - began) / IDLE_START_S)
+
+
 def bound(server: Server, worker: str) -> int:
     """Requests, as the broker counts them."""
     replicas = [replica for stage in server.get("/v1/status")["stages"] for replica in stage["replicas"]]
@@ -129,8 +155,9 @@ async def test_requests_that_have_sent_nothing_run_again_and_nobody_notices(serv
             sleeper = asyncio.ensure_future(ask(server, "!sleep:source:5000 a"))
             await load.stands_still(0.4)
             asked = [load.ask(words=3) for _ in range(8)]
-            while await asyncio.to_thread(bound, server, "sink.0") < 9 and not any(stream.events for stream, _ in asked):
-                pass
+            async with asyncio.timeout(BACK_S):
+                while await asyncio.to_thread(bound, server, "sink.0") < 9 and not any(stream.events for stream, _ in asked):
+                    pass
             on_it = await asyncio.to_thread(bound, server, "relay.0")  # no text has business there
             untouched = [stream for stream, _ in asked if not stream.events]
             psutil.Process(pid(server, "relay.0")).kill()
@@ -241,17 +268,20 @@ async def test_an_api_process_takes_its_own_connections_with_it(server: Server, 
 async def test_a_new_broker_finds_the_workers_and_the_api_as_they_were(server: Server, way: signal.Signals) -> None:
     before = {name: process.pid for name, process in server.processes().items()}
     async with load_on(server) as load:
+        await load.all_run()
+        slow = await asyncio.to_thread(slowness)
         running_then = await load.all_run()
         gone = time.monotonic()
         psutil.Process(before["broker"]).send_signal(way)
+        answered_s = await asyncio.to_thread(ask_until_answered, server)
+        slow = max(slow, await asyncio.to_thread(slowness))
         await load.serves(BACK_S)
     ends = load.ends(since=gone)
     assert set(ends) <= {"done", "broker_lost", "no_ready_replica"}, ends
     if way == signal.SIGKILL:
         broken = [stream for stream in running_then if stream.end == "broker_lost"]
         assert broken and all(stream.ended - gone < AT_ONCE_S for stream in broken)
-        again = min(stream.ended for stream in load.streams if stream.end == "done" and stream.began > gone)
-        print(f"the first new answer was whole {again - gone:.2f} s after the kill")
+        assert answered_s < WORKS_AGAIN_S * slow, f"on a machine {slow:.1f} times slower than an idle one"
     after = {name: process.pid for name, process in server.processes().items()}
     assert {name for name in before if before[name] != after[name]} == {"broker"}
 
