@@ -1,5 +1,6 @@
 """Work ahead of a turn: while the user still speaks, the stages are shown what the coming request will begin with.
 
+Where the conversation is no other than at the last answer, they have its beginning already, and are asked for nothing.
 A prepared request has no output. At most one is under way, and it goes as soon as the real one is ready: what it has done by then is
 in the stages' caches, what it has not is done as if it had never been asked for.
 """
@@ -9,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from omni_bus.api.voice.items import SAMPLE_RATE
+from omni_bus.api.voice.items import SAMPLE_RATE, Item
 from omni_bus.api.voice.prompt import BusRequest
 from omni_bus.api.voice.services import VoiceServices
+from omni_bus.api.voice.settings import SessionSettings
 from omni_bus.errors import OmniBusError
 
 log = logging.getLogger("omni_bus.api")
@@ -33,6 +35,23 @@ class Preparer:
         self._wanted = -1  # samples of the turn that the stages should know
         self._asked = -1  # samples that they have been shown
         self._task: asyncio.Task[None] | None = None
+        self._known: frozenset[str] = frozenset()  # items that the conversation's last answer was asked with
+        self._known_settings: SessionSettings | None = None
+
+    def answer_begins(self, items: Sequence[Item], settings: SessionSettings) -> None:
+        """The turn is over; the conversation's answer is asked with these."""
+        self.stop()
+        self._known, self._known_settings = frozenset(item.id for item in items), settings
+
+    def has_news(self, items: Sequence[Item], settings: SessionSettings) -> bool:
+        """Whether the stages have anything to do for a conversation of these items. Not where they have answered it and all that is new
+        are their own words; what they keep of a long one may have had to go since then."""
+        known = self._known_settings
+        if known is None or _head(known) != _head(settings) or not self._known <= {item.id for item in items}:
+            return True
+        if sum(item.audio_s for item in items) * SAMPLE_RATE >= WINDOW:
+            return True
+        return any(item.id not in self._known and item.role != "assistant" and item.kind != "function_call" for item in items)
 
     def heard(self, samples: int) -> None:
         """So much of the turn's audio is there now; 0 where it begins."""
@@ -40,8 +59,7 @@ class Preparer:
             return
         complete = max(0, samples - REACH) // WINDOW
         self._wanted = complete * WINDOW + REACH if complete else 0
-        if self._wanted > self._asked and self._task is None:
-            self._task = asyncio.create_task(self._ask())
+        self._begin()
 
     def stop(self) -> None:
         """The turn is over."""
@@ -66,8 +84,15 @@ class Preparer:
             log.info("nothing was prepared: %s", error.code)
         except Exception:
             log.exception("a request ahead of its turn failed inside the server")
-        finally:
-            self._task = None
+
+    def _begin(self) -> None:
+        if self._wanted > self._asked and self._task is None:
+            self._task = asyncio.create_task(self._ask())
+            self._task.add_done_callback(self._ended)  # also of one that is cancelled before it has begun
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        self._begin()
 
     async def _one(self, request: BusRequest) -> None:
         stream = await self._services.bus.submit(
@@ -84,3 +109,8 @@ class Preparer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await stream.cancel()
+
+
+def _head(settings: SessionSettings) -> tuple[object, ...]:
+    """What every prompt begins with."""
+    return settings.instructions, settings.tools, settings.tool_choice

@@ -98,7 +98,7 @@ class Responses:
         )
         if wish.in_conversation:
             self.own = run
-            self._preparer.stop()
+            self._preparer.answer_begins(items, wish.settings)
             self._transcriber.answer_begins()
         else:
             self._beside.add(run)

@@ -307,6 +307,8 @@ class VoiceSession:
         items = self._history.items
         if samples:
             items.append(Item.message("user", [InputAudio(self._audio.read(samples))]))
+        elif not self._preparer.has_news(items, self.settings):
+            return None
         if not items or any(item in self._arrivals for item in items):
             return None
         return build_request(

@@ -78,3 +78,16 @@ async def test_the_next_turn_begins_anew(on: bool) -> None:
         await bus.count(2)
     await made.close()
     assert bus.asked == ([WINDOW + REACH, 0] if on else [])
+
+
+async def test_a_turn_that_is_over_before_anything_was_asked_leaves_the_next_one_free() -> None:
+    bus = Bus()
+    made = preparer(bus)
+    made.heard(0)
+    made.stop()  # its task has not begun
+    async with asyncio.timeout(PATIENCE_S):
+        while not bus.asked:
+            await asyncio.sleep(0)
+            made.heard(0)
+    await made.close()
+    assert bus.asked == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 from omni_bus.api.voice import events
 from omni_bus.api.voice.prepare import WINDOW
@@ -95,3 +96,58 @@ async def test_a_session_that_closes_sends_it_away(start: StartSession) -> None:
     await settle()
     await seen.session.close()
     assert seen.bus.streams[0].cancelled.is_set()
+
+
+async def answered(start: StartSession) -> Seen:
+    """A session whose one typed turn has been answered, and whose user is silent."""
+    seen = await start(voice_prepare=True)
+    seen.bus.script = (text("Hi", "stop"), audio(b"", last=True))
+    seen.say("hello")
+    seen.session.create_response(ResponseWish(settings=seen.session.settings))
+    await seen.until(events.ResponseDone)
+    return seen
+
+
+async def begin_to_speak(seen: Seen) -> int:
+    """How many requests that brought; nothing stays in the buffer."""
+    before = len(seen.bus.submissions)
+    await seen.session.append_audio(SECOND)
+    await settle()
+    seen.session.clear_audio()
+    return len(seen.bus.submissions) - before
+
+
+async def test_a_conversation_that_was_just_answered_is_not_shown_again(start: StartSession) -> None:
+    seen = await answered(start)
+    assert await begin_to_speak(seen) == 0
+    for _ in range(9):
+        await seen.session.append_audio(SECOND)
+        await settle()
+    assert shown(seen)[1:] == [(True, 3, 1)], "its windows are"
+
+
+async def test_what_the_answer_was_not_asked_with_is_shown(start: StartSession) -> None:
+    seen = await answered(start)
+    item = seen.say("and another thing")
+    assert await begin_to_speak(seen) == 1
+    seen.session.delete_item(item.id)
+    assert await begin_to_speak(seen) == 0
+    first = seen.session._history.items[0]
+    seen.session.delete_item(first.id)
+    assert await begin_to_speak(seen) == 1, "all that came behind it is another prompt now"
+
+
+async def test_other_instructions_are_shown(start: StartSession) -> None:
+    seen = await answered(start)
+    await seen.session.configure(dataclasses.replace(seen.session.settings, instructions="Be brief."))
+    assert await begin_to_speak(seen) == 1
+
+
+async def test_a_long_conversation_is_shown_again_since_what_was_kept_may_have_gone(start: StartSession) -> None:
+    seen = await answered(start)
+    for _ in range(9):
+        await seen.session.append_audio(SECOND)
+    seen.session.commit_audio()
+    seen.session.create_response(ResponseWish(settings=seen.session.settings))
+    await seen.until(events.ResponseDone, 2)
+    assert await begin_to_speak(seen) == 1
