@@ -23,15 +23,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from omni_bus.process import die_with_parent
 
 START_S = 60.0  # for a process to import torch and the checks, on top of a check's own limit
 SHOWN_LINES = 6  # of a traceback on the terminal; the log has it whole
-
-Check = tuple[str, Callable[[], str]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ Send = Callable[[bytes, events.Event, Frames], None]
 
 
 class Flow:
-    """Every method may raise SequenceGap, SequenceDuplicate or ProtocolViolation; then nothing has been sent."""
+    """Every method may raise SequenceGap, SequenceDuplicate or ProtocolViolation, `input` also ReplicaLost or Overloaded; then nothing
+    has been sent."""
 
     def __init__(self, pipeline: PipelineSpec, table: RequestTable, send: Send) -> None:
         self._table = table

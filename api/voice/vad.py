@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 FRAME = 512  # samples at 16 kHz: 32 ms
-FRAME_MS = FRAME * 1000 // SAMPLE_RATE
 
 _CONTEXT = 64  # samples of the frame before that the model is given with each frame
 _MODEL = "data/silero_vad.onnx"

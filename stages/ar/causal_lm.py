@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,8 +17,6 @@ from omni_bus.stages.ar.mlp import DenseConfig
 from omni_bus.stages.ar.program import Row, isolated
 from omni_bus.stages.ar.text import FastTokenizer, Release, TextStream
 from omni_bus.stages.contract import Chunk, StageContext
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class PromptIds(msgspec.Struct, frozen=True):
@@ -189,25 +185,3 @@ def llama_model(
         head = tensors[head_name].to(device=device, dtype=dtype)
     decoder = Decoder.from_tensors(llama_config(config), inner, dtype=dtype, device=device)
     return CausalLM(decoder=decoder, embedding=embedding, head=head, tokenizer=tokenizer, eos_ids=eos_ids)
-
-
-def load_llama(ctx: StageContext) -> CausalLM:
-    """The LlamaForCausalLM in the directory `ctx.model_path`, in the Hugging Face layout."""
-    from safetensors.torch import load_file
-    from transformers import AutoTokenizer
-
-    path = pathlib.Path(ctx.model_path)
-    files = sorted(path.glob("*.safetensors"))
-    if not (path / "config.json").is_file() or not files:
-        raise CheckpointError("the model directory must hold config.json and *.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    generation = path / "generation_config.json"
-    said = json.loads(generation.read_text()) if generation.is_file() else {}
-    eos = said.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    tensors: dict[str, torch.Tensor] = {}
-    for index, file in enumerate(files):
-        tensors |= load_file(file)
-        ctx.progress((index + 1) / (len(files) + 1), f"read {index + 1} of {len(files)} weight files")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return llama_model(config, tensors, tokenizer, eos_ids, dtype=_DTYPES[ctx.config.dtype], device=ctx.device)
