@@ -8,9 +8,11 @@ layers, so that no weight is found in the cache; attention itself is left out, i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -112,7 +114,9 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, config in TINY.items():
         yield f"tiny decoder in float32: {name}", functools.partial(tiny_decoder, config)
     for name, config, real in (("thinker", THINKER, 48), ("talker", TALKER, 20), ("code predictor", PREDICTOR, 5)):
+        yield f"a decode step with dependent launches and without: {name}", functools.partial(dependent_step, config)
         yield f"time of a decode step: {name}", functools.partial(decode_time, config, real)
+    yield "time of a row's linear layers by tile", one_row_tiles
     yield "time of the thinker's prefill, and where grouped products take over", prefill_time
     yield "time of the mixture's two products by tile", tile_times
 
@@ -314,8 +318,19 @@ class NoAttention:
         return query
 
 
-def graph_ms(step: Callable[[], object], replays: int = 15) -> float:
-    """The median time of a replay of `step`, captured once."""
+@contextlib.contextmanager
+def dependent_launches(on: bool) -> Iterator[None]:
+    """Whether kernels that are launched, or captured, here may start before the one in front of them has ended."""
+    from omni_bus.stages.ar import dependent_launch
+
+    before, dependent_launch.enabled = dependent_launch.enabled, on
+    try:
+        yield
+    finally:
+        dependent_launch.enabled = before
+
+
+def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -325,7 +340,46 @@ def graph_ms(step: Callable[[], object], replays: int = 15) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return replay_ms(graph.replay, replays)
+    return graph
+
+
+def graph_ms(step: Callable[[], object], replays: int = 15) -> float:
+    """The median time of a replay of `step`, captured once."""
+    return replay_ms(captured(step).replay, replays)
+
+
+REPLAYS = 256
+
+
+@torch.no_grad()
+def dependent_step(config: DecoderConfig) -> str:
+    """Replay after replay on other inputs, without a pause between them: the same bits whether kernels start early or not. A kernel
+    that read too early, or wrote what another still read, would show here."""
+    decoder = make_decoder(config, torch.bfloat16, "cuda")
+    for rows in (1, 2, 8, 64):
+        many = randn(REPLAYS, rows, config.hidden)
+        x = torch.empty(rows, config.hidden, dtype=torch.bfloat16, device="cuda")
+        positions = torch.arange(rows, device="cuda").expand(3, -1)
+        results = []
+        for on in (True, False):
+            out = torch.empty_like(x)
+
+            def step(x: torch.Tensor = x, out: torch.Tensor = out, positions: torch.Tensor = positions) -> None:
+                out.copy_(decoder(x, positions, NoAttention())[0])
+
+            with dependent_launches(on):
+                graph = captured(step)
+            collected = torch.empty_like(many)
+            for index in range(REPLAYS):
+                x.copy_(many[index])
+                graph.replay()
+                collected[index].copy_(out)
+            torch.cuda.synchronize()
+            results.append(collected)
+        wrong = int((results[0] != results[1]).flatten(1).any(1).sum())
+        assert results[0].isfinite().all(), f"{rows} rows: not finite"
+        assert not wrong, f"{rows} rows: {wrong} of {REPLAYS} replays differ"
+    return f"1, 2, 8 and 64 rows, {REPLAYS} replays each: equal"
 
 
 def replay_ms(step: Callable[[], object], replays: int = 15) -> float:
@@ -358,13 +412,18 @@ def decode_time(config: DecoderConfig, real_layers: int) -> str:
     for rows in (1, 2, 4, 8, 16, 32, 64):
         x = randn(rows, config.hidden)
         positions = torch.arange(rows, device="cuda").expand(3, -1)
-        each = graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers
+        times = []
+        for on in (False, True):
+            with dependent_launches(on):
+                times.append(graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers)
+        plain, each = times
         rate = layer_bytes(config, rows) / each / 1e9
         print(
-            f"{rows:>3} rows: {each * 1e3:.1f} us a layer, {each * real_layers:.2f} ms for {real_layers} layers, "
+            f"{rows:>3} rows: {each * 1e3:.1f} us a layer ({plain * 1e3:.1f} with no kernel started early), "
+            f"{each * real_layers:.2f} ms for {real_layers} layers, "
             f"{rate:.2f} TB/s of weights"
         )
-        words.append(f"{rows}: {each * real_layers:.2f} ms, {rate:.1f} TB/s")
+        words.append(f"{rows}: {each * real_layers:.2f} ({plain * real_layers:.2f}) ms, {rate:.1f} TB/s")
     return f"{real_layers} layers; " + "; ".join(words)
 
 
@@ -390,6 +449,44 @@ def prefill_time() -> str:
     finally:
         mixtures.GROUPED_ABOVE = bound
     return "ms for 48 layers, kernels/grouped/not captured; " + "; ".join(words)
+
+
+@torch.no_grad()
+def one_row_tiles() -> str:
+    """A decoder of one row with every tile in a list for one of its linear layers: what triton_linear.tile_of should choose."""
+    from omni_bus.stages.ar import triton_linear
+    from omni_bus.stages.ar.triton_linear import Tile
+
+    choice = triton_linear.tile_of
+    words = []
+    try:
+        for name, config in (("predictor", PREDICTOR), ("talker", TALKER), ("thinker", THINKER)):
+            decoder = make_decoder(config, torch.bfloat16, "cuda")
+            x, positions = randn(1, config.hidden), torch.zeros(3, 1, dtype=torch.int64, device="cuda")
+            step = functools.partial(decoder, x, positions, NoAttention())
+            shapes: list[Any] = []
+
+            def noted(*shape: Any, shapes: list[Any] = shapes) -> Tile:
+                shapes.append(shape)
+                return choice(*shape)
+
+            triton_linear.tile_of = noted
+            step()
+            for wanted in dict.fromkeys(shapes):
+                table = {}
+                for tile in [Tile(w, t, a) for w in (1, 2, 4, 8) for t in (1, 2) for a in (0, 4, 16)]:
+                    triton_linear.tile_of = lambda *shape, tile=tile, wanted=wanted: tile if shape == wanted else choice(*shape)
+                    table[tile] = graph_ms(step, 9) / config.layers * 1e3
+                chosen = choice(*wanted)
+                ranked = sorted((us, str(tile)[4:]) for tile, us in table.items())
+                for us, label in ranked:
+                    print(f"{name} {wanted} {label}: {us:.2f} us a layer")
+                triton_linear.tile_of = choice
+                now = graph_ms(step, 9) / config.layers * 1e3
+                words.append(f"{name} {wanted} {ranked[0][1]} {ranked[0][0]:.1f} us, now {str(chosen)[4:]} {now:.1f}")
+    finally:
+        triton_linear.tile_of = choice
+    return "; ".join(words)
 
 
 @torch.no_grad()

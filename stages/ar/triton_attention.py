@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from omni_bus.stages.ar import dependent_launch
+from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
+
 TILE = 64  # positions attended to at a time
 _PROGRAMS = 256  # about two for each multiprocessor of a large card: what the parts of a context are cut for
 _MOST_PARTS = 8
@@ -47,7 +50,10 @@ def _attend(  # type: ignore[no-untyped-def]
     POSITIONS: tl.constexpr,
     PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -108,8 +114,12 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _join(parts, maxima, sums, out, DIM: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _join(  # type: ignore[no-untyped-def]
+    parts, maxima, sums, out, DIM: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
+):
     """A part with nothing in it has maximum -inf, so it weighs nothing."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     index = tl.program_id(0)
     column = tl.arange(0, DIM)
     part = tl.arange(0, PARTS)
@@ -185,7 +195,9 @@ def attend(
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4,
         num_stages=2,
+        **dependent_launch.options(query),
     )
     if parts > 1:
-        _join[(rows * heads,)](partial, maxima, sums, out, DIM=dim, PARTS=parts, num_warps=4)
+        launch = dependent_launch.options(query)
+        _join[(rows * heads,)](partial, maxima, sums, out, DIM=dim, PARTS=parts, num_warps=4, **launch)
     return out

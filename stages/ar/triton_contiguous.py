@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from omni_bus.stages.ar import dependent_launch
+from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
+
 
 @triton.jit(do_not_specialize=["start"])
 def _attend(  # type: ignore[no-untyped-def]  # triton reads annotations as code
@@ -34,7 +37,10 @@ def _attend(  # type: ignore[no-untyped-def]  # triton reads annotations as code
     POSITIONS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.arange(0, POSITIONS)
@@ -102,5 +108,6 @@ def attend(
         HEAD_DIM=head_dim,
         SIZE=triton.next_power_of_2(head_dim),
         num_warps=4,
+        **dependent_launch.options(query),
     )
     return out

@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from omni_bus.stages.ar import dependent_launch
+from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
+
 
 @triton.jit
 def scaled_root(wide, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -21,14 +24,25 @@ def scaled_root(wide, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr):  # 
 
 @triton.jit
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    wait_for_earlier(PDL)
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + row + column, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
@@ -53,9 +67,11 @@ def _qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     HALF_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token and HEAD_BLOCK of its heads, those of queries, keys and values counted through. A dimension i of the first half of a
     head turns with i + HEAD_DIM / 2; values are only copied."""
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
@@ -65,6 +81,12 @@ def _qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     inside = half < HALF
     mask = (head < TOTAL)[:, None] & inside[None, :]
     at = head[:, None] * HEAD_DIM + half[None, :]
+    if NORM:
+        q_one = tl.load(q_weight_ptr + half, mask=inside, other=0.0).to(tl.float32)
+        q_two = tl.load(q_weight_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)
+        k_one = tl.load(k_weight_ptr + half, mask=inside, other=0.0).to(tl.float32)
+        k_two = tl.load(k_weight_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)
+    wait_for_earlier(PDL)
     source = qkv_ptr + token * (TOTAL * HEAD_DIM) + at
     first = tl.load(source, mask=mask, other=0.0)
     second = tl.load(source + HALF, mask=mask, other=0.0)
@@ -78,10 +100,6 @@ def _qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     if NORM:
         square = tl.sum(one * one, 1) + tl.sum(two * two, 1)
         scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-        q_one = tl.load(q_weight_ptr + half, mask=inside, other=0.0).to(tl.float32)
-        q_two = tl.load(q_weight_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)
-        k_one = tl.load(k_weight_ptr + half, mask=inside, other=0.0).to(tl.float32)
-        k_two = tl.load(k_weight_ptr + HALF + half, mask=inside, other=0.0).to(tl.float32)
         one = (one * scale).to(dtype).to(tl.float32) * tl.where(is_query[:, None], q_one[None, :], k_one[None, :])
         two = (two * scale).to(dtype).to(tl.float32) * tl.where(is_query[:, None], q_two[None, :], k_two[None, :])
     angle = token * HEAD_DIM + half
@@ -102,7 +120,11 @@ def _qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -119,7 +141,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     if rows:
         block = triton.next_power_of_2(hidden)
-        _rms_norm_kernel[(rows,)](x, x, weight, out, out, eps, hidden, block, False, num_warps=norm_warps(block))
+        _rms_norm_kernel[(rows,)](
+            x, x, weight, out, out, eps, hidden, block, False, num_warps=norm_warps(block), **dependent_launch.options(x)
+        )
     return out
 
 
@@ -132,7 +156,19 @@ def add_rms_norm(
     out, total = torch.empty_like(x), torch.empty_like(x)
     if rows:
         block = triton.next_power_of_2(hidden)
-        _rms_norm_kernel[(rows,)](x, residual, weight, out, total, eps, hidden, block, True, num_warps=norm_warps(block))
+        _rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            eps,
+            hidden,
+            block,
+            True,
+            num_warps=norm_warps(block),
+            **dependent_launch.options(x),
+        )
     return out, total
 
 
@@ -174,6 +210,7 @@ def qk_norm_rope(
             head_block,
             q_weight is not None,
             num_warps=4,
+            **dependent_launch.options(qkv),
         )
     return query, key, value
 
@@ -185,7 +222,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(rows, double // 2)
     if rows:
         block = min(1024, triton.next_power_of_2(double // 2))
-        _silu_mul_kernel[(rows, triton.cdiv(double // 2, block))](gate_up, out, double // 2, block, num_warps=4)
+        grid = (rows, triton.cdiv(double // 2, block))
+        _silu_mul_kernel[grid](gate_up, out, double // 2, block, num_warps=4, **dependent_launch.options(gate_up))
     return out
 
 

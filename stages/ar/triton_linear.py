@@ -1,16 +1,30 @@
 # mypy: allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,var-annotated"
 """Triton kernel of linear layers for a decode step of one row: bound by the reading of weights, so what stands before and behind
 a product is done on the way. Before: RMS norm of the input; behind: bias, silu(gate)·up, the residual.
 
 The norm needs no pass of its own: its root is one factor of the whole row, so the row goes into the product with the norm's weight
-alone, its squares are summed beside it, and the root is multiplied in at the end.
+alone, its squares are summed beside it, and the root is multiplied in at the end. A warp takes whole rows of the weight, so that
+nothing but the result passes between warps, and has the first blocks of them in registers before the input is there
+(dependent_launch.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
+
+from omni_bus.stages.ar import dependent_launch
+from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
+
+
+@triton.jit
+def _block(at, begin, depth, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of depth of the rows at `at`, zero behind their ends."""
+    return tl.load(at + begin) if INPUTS % BLOCK_K == 0 else tl.load(at + begin, mask=begin + depth < INPUTS, other=0.0)
 
 
 @triton.jit
@@ -24,50 +38,95 @@ def _one_row_kernel(  # type: ignore[no-untyped-def]
     eps,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.where(column < OUTPUTS, column, 0)
-    depth = tl.arange(0, BLOCK_K)
-    weight_at = weight_ptr + row[:, None] * INPUTS + depth[None, :]
-    products = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_K], dtype=tl.float32)
-    for begin in tl.static_range(0, INPUTS, BLOCK_K):
-        inside = begin + depth < INPUTS
-        if INPUTS % BLOCK_K == 0:
-            weight = tl.load(weight_at + begin)
-            x = tl.load(x_ptr + begin + depth).to(tl.float32)
-        else:
-            weight = tl.load(weight_at + begin, mask=inside[None, :], other=0.0)
-            x = tl.load(x_ptr + begin + depth, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
-            x = x * tl.load(norm_ptr + begin + depth, mask=inside, other=0.0).to(tl.float32)
-        products += weight.to(tl.float32) * x[None, :]
-        if GATED:
-            if INPUTS % BLOCK_K == 0:
-                up_weight = tl.load(weight_at + OUTPUTS * INPUTS + begin)
-            else:
-                up_weight = tl.load(weight_at + OUTPUTS * INPUTS + begin, mask=inside[None, :], other=0.0)
-            ups += up_weight.to(tl.float32) * x[None, :]
-    out = tl.sum(products, 1)
-    root = 1.0
+    """TURNS times ROWS outputs, a row a warp. The input is read as if every warp's row had one of its own: a thread then has what it
+    multiplies without asking another."""
+    let_next_start(PDL)
+    lane = tl.arange(0, ROWS)
+    depth = tl.arange(0, BLOCK_K)[None, :]
+    first = tl.program_id(0) * (ROWS * TURNS)
+    same = lane[:, None] * 0 + depth
+    x_at = x_ptr + same
+    norm_at = norm_ptr + same
+    weights = ()
+    ups = ()
+    norms = ()
+    for turn in tl.static_range(TURNS):
+        column = first + turn * ROWS + lane
+        row = tl.where(column < OUTPUTS, column, 0)
+        at = weight_ptr + row[:, None] * INPUTS + depth
+        for block in tl.static_range(AHEAD):
+            weights += (_block(at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+            if GATED:
+                ups += (_block(at + OUTPUTS * INPUTS, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
     if NORM:
-        root = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-        out = out * root
-    if GATED:
-        out = out / (1.0 + tl.exp(-out)) * (tl.sum(ups, 1) * root)
-    if BIAS:
-        out += tl.load(bias_ptr + row).to(tl.float32)
-    if ADD:
-        out = out.to(out_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + row).to(tl.float32)
-    tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=column < OUTPUTS)
+        for block in tl.static_range(AHEAD):
+            norms += (_block(norm_at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+    wait_for_earlier(PDL)
+    inputs = ()
+    for block in tl.static_range(AHEAD):
+        inputs += (_block(x_at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    for turn in tl.static_range(TURNS):
+        column = first + turn * ROWS + lane
+        row = tl.where(column < OUTPUTS, column, 0)
+        at = weight_ptr + row[:, None] * INPUTS + depth
+        if ADD:
+            residual = tl.load(residual_ptr + row).to(tl.float32)
+        products = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        up_products = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        squares = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        for block in tl.static_range((INPUTS + BLOCK_K - 1) // BLOCK_K):
+            if block < AHEAD:
+                weight = weights[turn * AHEAD + block]
+                x = inputs[block].to(tl.float32)
+            else:
+                weight = _block(at, block * BLOCK_K, depth, INPUTS, BLOCK_K)
+                x = _block(x_at, block * BLOCK_K, depth, INPUTS, BLOCK_K).to(tl.float32)
+            if NORM:
+                squares += x * x
+                if block < AHEAD:
+                    x = x * norms[block].to(tl.float32)
+                else:
+                    x = x * _block(norm_at, block * BLOCK_K, depth, INPUTS, BLOCK_K).to(tl.float32)
+            products += weight.to(tl.float32) * x
+            if GATED:
+                if block < AHEAD:
+                    up = ups[turn * AHEAD + block]
+                else:
+                    up = _block(at + OUTPUTS * INPUTS, block * BLOCK_K, depth, INPUTS, BLOCK_K)
+                up_products += up.to(tl.float32) * x
+        out = tl.sum(products, 1)
+        root = tl.zeros([ROWS], dtype=tl.float32) + 1.0
+        if NORM:
+            root = tl.rsqrt(tl.sum(squares, 1) / INPUTS + eps)
+            out = out * root
+        if GATED:
+            out = out / (1.0 + tl.exp(-out)) * (tl.sum(up_products, 1) * root)
+        if BIAS:
+            out += tl.load(bias_ptr + row).to(tl.float32)
+        if ADD:
+            out = out.to(dtype).to(tl.float32) + residual
+        tl.store(out_ptr + column, out.to(dtype), mask=column < OUTPUTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tile:
+    """Of one program: its warps, the rows of the weight that each takes one after the other, and the blocks of each row that are
+    fetched before the input is there."""
+
+    warps: int
+    turns: int
+    ahead: int
 
 
 def linear(
@@ -90,11 +149,31 @@ def linear(
     out = x.new_empty(1, outputs)
     flags = (norm_weight is not None, gated, bias is not None, residual is not None)
     tensors = [weight if one is None else one for one in (norm_weight, weight, bias, residual)]
-    columns = 8 if outputs >= 2048 else 4 if outputs >= 1024 else 2
-    _one_row_kernel[(triton.cdiv(outputs, columns),)](
-        x, *tensors, out, eps, inputs, outputs, columns, depth_block(inputs, 512), *flags, num_warps=4
+    tile, depth = tile_of(inputs, outputs, gated), depth_block(inputs, 256)
+    _one_row_kernel[(triton.cdiv(outputs, tile.warps * tile.turns),)](
+        x,
+        *tensors,
+        out,
+        eps,
+        inputs,
+        outputs,
+        tile.warps,
+        tile.turns,
+        depth,
+        min(tile.ahead, triton.cdiv(inputs, depth)),
+        *flags,
+        num_warps=tile.warps,
+        **dependent_launch.options(x),
     )
     return out
+
+
+def tile_of(inputs: int, outputs: int, gated: bool) -> Tile:
+    """Enough programs for every multiprocessor, and few enough registers that the next kernel's programs fit beside this one's."""
+    if outputs < 1024:
+        return Tile(warps=1, turns=1, ahead=8)
+    turns = 2 if outputs >= 2048 and inputs <= 2048 else 1
+    return Tile(warps=4, turns=turns, ahead=16 // turns // (2 if gated else 1))
 
 
 def depth_block(size: int, most: int) -> int:

@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from omni_bus.stages.ar import dependent_launch
+from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
 from omni_bus.stages.ar.fp8 import FP8
 from omni_bus.stages.ar.triton_layers import norm_warps, scaled_root
 from omni_bus.stages.ar.triton_linear import depth_block
@@ -41,7 +43,10 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     SHARED: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERT_BLOCK)
     real = expert < EXPERTS
@@ -81,8 +86,11 @@ def _align_kernel(  # type: ignore[no-untyped-def]
     GROUP_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program an expert: counts everyone's pairs, finds its own first block, lists its pairs there in order, fills up with `pairs`."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     mine = tl.program_id(0)
     group = tl.arange(0, GROUP_BLOCK)
     lane = tl.arange(0, CHUNK)
@@ -130,7 +138,10 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     block = tl.program_id(1)
     expert = tl.load(expert_ptr + block)
     if expert < 0:
@@ -195,7 +206,10 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     block = tl.program_id(1)
     expert = tl.load(expert_ptr + block)
     if expert < 0:
@@ -242,7 +256,10 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     pair = tl.program_id(1)
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -296,7 +313,10 @@ def _down_direct_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     pair = tl.program_id(1)
     expert = tl.load(chosen_ptr + pair).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -335,8 +355,11 @@ def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Down and combine in one, for one token: residual + the weighted sum over its pairs."""
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.where(column < HIDDEN, column, 0)
@@ -381,7 +404,10 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     PLACED: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
@@ -435,6 +461,7 @@ def route(logits: torch.Tensor, *, experts: int, top_k: int, shared: int, normal
         triton.next_power_of_2(slots),
         normalise,
         num_warps=1,
+        **dependent_launch.options(logits),
     )
     return weights, chosen
 
@@ -448,7 +475,17 @@ def align(chosen: torch.Tensor, *, groups: int, block_m: int) -> tuple[torch.Ten
     expert_table = torch.empty(most, dtype=torch.int32, device=chosen.device)
     group_block = triton.next_power_of_2(groups + 1)
     _align_kernel[(groups,)](
-        chosen, pair_table, expert_table, pairs, most, groups, group_block, block_m, _ALIGN_CHUNK, num_warps=4
+        chosen,
+        pair_table,
+        expert_table,
+        pairs,
+        most,
+        groups,
+        group_block,
+        block_m,
+        _ALIGN_CHUNK,
+        num_warps=4,
+        **dependent_launch.options(chosen),
     )
     return pair_table, expert_table
 
@@ -487,6 +524,7 @@ def experts(
             depth_block(inter, 256),
             scales is not None,
             num_warps=4,
+            **dependent_launch.options(x),
         )
         return out
     block_m, first, second = tiles(tokens, slots, groups, x.dtype)
@@ -512,6 +550,7 @@ def experts(
         scales is not None,
         num_warps=first.warps,
         num_stages=first.stages,
+        **dependent_launch.options(x),
     )
     _down_kernel[(triton.cdiv(hidden, second.columns), blocks)](
         inner,
@@ -529,6 +568,7 @@ def experts(
         scales is not None,
         num_warps=second.warps,
         num_stages=second.stages,
+        **dependent_launch.options(x),
     )
     return out
 
@@ -571,6 +611,7 @@ def experts_sum(
         depth_block(inter, 256),
         scales is not None,
         num_warps=warps,
+        **dependent_launch.options(x),
     )
     return out
 
@@ -601,6 +642,7 @@ def _gate_up_direct(
         norm_weight is not None,
         scales is not None,
         num_warps=4,
+        **dependent_launch.options(x),
     )
 
 
@@ -650,6 +692,7 @@ def combine(
         residual is not None,
         norm_weight is not None,
         num_warps=norm_warps(block),
+        **dependent_launch.options(parts),
     )
     return out, total
 

@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from omni_bus.stages.ar import dependent_launch
+from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
+
 
 @triton.jit
 def _add_each(a, b, c, x, y, z):  # type: ignore[no-untyped-def]  # triton reads annotations as code
@@ -45,35 +48,26 @@ def _threshold(key, weight, bound, low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sample(  # type: ignore[no-untyped-def]
-    scores, seeds, draws, temperature, top_k, top_p, out, stride, vocab, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < vocab
-    score = tl.load(scores + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperature + row)
+def drawn(score, columns, inside, heat, k, p, seed, draw, BFLOAT16: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The column drawn from one row of scores, float32 [BLOCK], -inf where not `inside`; BFLOAT16: they were of that dtype."""
     if heat > 0:
         score = tl.div_rn(score, heat) + 0.0  # -0 and 0 are one score
         bits = score.to(tl.int32, bitcast=True)
         key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-        if scores.dtype.element_ty == tl.bfloat16:
+        if BFLOAT16:
             key = tl.where(heat == 1.0, key >> 16, key)  # the lower half says nothing: half the turns
         least = tl.min(key, 0)
-        k = tl.load(top_k + row)
         if k > 0:
             ones = tl.where(inside, 1.0, 0.0)
             least = _threshold(key, ones, k.to(tl.float32), least)
             score = tl.where(key >= least, score, float("-inf"))
-        p = tl.load(top_p + row)
         if p < 1:
             mass = tl.exp(score - tl.max(score, 0))
             nucleus = _threshold(key, mass, p * tl.sum(mass, 0), least)
             score = tl.where(key >= nucleus, score, float("-inf"))
-        draw = tl.load(draws + row)
         zero = tl.zeros((BLOCK,), dtype=tl.uint32)
         word, _, _, _ = tl.philox(
-            tl.load(seeds + row),
+            seed,
             columns.to(tl.uint32),
             zero + (draw & 0xFFFFFFFF).to(tl.uint32),
             zero + ((draw >> 32) & 0xFFFFFFFF).to(tl.uint32),
@@ -81,14 +75,50 @@ def _sample(  # type: ignore[no-untyped-def]
         )
         uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
         score = score - tl.log(tl.maximum(-tl.log(uniform), 1e-20))
-    best = tl.argmax(tl.where(inside, score, float("-inf")), 0)
-    tl.store(out + row, best.to(tl.int64))
+    return tl.argmax(tl.where(inside, score, float("-inf")), 0).to(tl.int64)
+
+
+@triton.jit
+def _sample(  # type: ignore[no-untyped-def]
+    scores,
+    seeds,
+    draws,
+    temperature,
+    top_k,
+    top_p,
+    out,
+    stride,
+    vocab,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < vocab
+    score = tl.load(scores + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    best = drawn(
+        score,
+        columns,
+        inside,
+        tl.load(temperature + row),
+        tl.load(top_k + row),
+        tl.load(top_p + row),
+        tl.load(seeds + row),
+        tl.load(draws + row),
+        scores.dtype.element_ty == tl.bfloat16,
+        BLOCK,
+    )
+    tl.store(out + row, best)
 
 
 @triton.jit
 def _adjust(  # type: ignore[no-untyped-def]
-    scores, seen, slots, penalty, banned, ending, no_eos, out, stride, vocab, BLOCK: tl.constexpr
+    scores, seen, slots, penalty, banned, ending, no_eos, out, stride, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    let_next_start(PDL)
+    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
@@ -119,7 +149,17 @@ def adjust(
     flags = [one.view(torch.int8) for one in (banned, ending, no_eos)]
     block = 1024
     _adjust[(rows, triton.cdiv(vocab, block))](
-        scores, seen.view(torch.int8), slots, penalty, *flags, out, scores.stride(0), vocab, BLOCK=block, num_warps=4
+        scores,
+        seen.view(torch.int8),
+        slots,
+        penalty,
+        *flags,
+        out,
+        scores.stride(0),
+        vocab,
+        BLOCK=block,
+        num_warps=4,
+        **dependent_launch.options(scores),
     )
     return out
 
@@ -149,5 +189,6 @@ def sample(
         vocab,
         BLOCK=block,
         num_warps=8 if block > 2048 else 4,
+        **dependent_launch.options(scores),
     )
     return out

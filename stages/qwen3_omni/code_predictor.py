@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from omni_bus.sampling import SamplingParams
 from omni_bus.stages.ar.attention import ContiguousAttention
 from omni_bus.stages.ar.decoder import DecoderLayer
-from omni_bus.stages.ar.device_sampler import sample
+from omni_bus.stages.ar.device_sampler import MAX_FUSED_VOCAB, sample
 from omni_bus.stages.ar.mlp import DenseMLP
 from omni_bus.stages.ar.ops import linear_add, norm_linear
 from omni_bus.stages.ar.program import StepTensors
@@ -88,6 +88,8 @@ class CodePredictor:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `predict`, in a form that a CUDA graph can hold: rows with a temperature are sampled, code g with the draw of number
         `draws[g]`."""
+        if self.fused and self.heads[0].shape[0] <= MAX_FUSED_VOCAB:
+            return self._predict_fused(hidden, codes, embedded, step)
         temperature = (step.temperature > 0).to(torch.float32)
         top_k = torch.full_like(step.top_k, SAMPLED.top_k or 0)
         top_p = torch.full_like(step.top_p, SAMPLED.top_p or 1.0)
@@ -127,11 +129,37 @@ class CodePredictor:
         return F.linear(self.decoder.forward_rows(inputs, self.cache)[:, -1], head)
 
     def _fused_scores(self, inputs: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        rows, count, width = inputs.shape
+        last = self._fused_layers(inputs.reshape(rows * count, width), count).view(rows, count, width)[:, -1]
+        return self._fused_head(last.contiguous(), head)
+
+    def _predict_fused(
+        self, hidden: torch.Tensor, codes: torch.Tensor, embedded: torch.Tensor, step: StepTensors
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_predict` with a kernel for all that stands between two passes."""
         from omni_bus.stages.qwen3_omni import triton_frames
 
-        rows, count, width = inputs.shape
+        rows = len(codes)
+        self.cache.reset(rows)
+        frames = triton_frames.Frames(codes, embedded, self.groups)
+        if rows == 1:  # the kernels for one row, twice, are faster than those for two
+            self._fused_layers(hidden, 1)
+            x = self._fused_layers(embedded, 1)
+        else:
+            x = self._fused_layers(torch.stack((hidden, embedded), dim=1).view(2 * rows, -1), 2)[1::2].contiguous()
+        top_k, top_p = SAMPLED.top_k or 0, SAMPLED.top_p or 1.0
+        for group, (table, head) in enumerate(zip(self.embeddings, self.heads, strict=True), start=1):
+            if group > 1:
+                x = self._fused_layers(x, 1)
+            x = frames.choose(group, self._fused_head(x, head), table, step, top_k=top_k, top_p=top_p)
+        return frames.frame, frames.total
+
+    def _fused_layers(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        """The next `count` positions of every row, [rows * count, hidden] → what the last layer gives, before the norm."""
+        from omni_bus.stages.qwen3_omni import triton_frames
+
+        rows = len(x) // count
         start, kernels = self.cache.extend(count), self.decoder.kernels
-        x = inputs.reshape(rows * count, width)
         for index, layer in enumerate(self._layers):
             own, norm, mlp = layer.self_attn, layer.input_layernorm, layer.mlp
             assert own.q_norm is not None and own.k_norm is not None and isinstance(mlp, DenseMLP)
@@ -148,5 +176,8 @@ class CodePredictor:
             )
             x = linear_add(attended, own.o_proj.weight, None, x, kernels)
             x = mlp.step(x, layer.post_attention_layernorm, kernels)
-        last, norm = x.view(rows, count, width)[:, -1], self.decoder.norm
-        return norm_linear(last.contiguous(), norm.weight, norm.eps, head, kernels=kernels)
+        return x
+
+    def _fused_head(self, x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        norm = self.decoder.norm
+        return norm_linear(x, norm.weight, norm.eps, head, kernels=self.decoder.kernels)
