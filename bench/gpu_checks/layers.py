@@ -458,9 +458,11 @@ def one_row_tiles() -> str:
     from omni_bus.stages.ar.triton_linear import Tile
 
     choice = triton_linear.tile_of
+    tiles = [Tile(4, 1, 16), Tile(4, 2, 16), Tile(4, 1, 4), Tile(4, 2, 4), Tile(4, 1, 0), Tile(2, 1, 16), Tile(2, 2, 16)]
+    tiles += [Tile(8, 1, 16), Tile(1, 2, 16)]
     words = []
     try:
-        for name, config in (("predictor", PREDICTOR), ("talker", TALKER), ("thinker", THINKER)):
+        for name, config in (("predictor", PREDICTOR), ("talker", TALKER)):
             decoder = make_decoder(config, torch.bfloat16, "cuda")
             x, positions = randn(1, config.hidden), torch.zeros(3, 1, dtype=torch.int64, device="cuda")
             step = functools.partial(decoder, x, positions, NoAttention())
@@ -474,7 +476,7 @@ def one_row_tiles() -> str:
             step()
             for wanted in dict.fromkeys(shapes):
                 table = {}
-                for tile in [Tile(w, t, a) for w in (1, 2, 4, 8) for t in (1, 2) for a in (0, 4, 16)]:
+                for tile in tiles:
                     triton_linear.tile_of = lambda *shape, tile=tile, wanted=wanted: tile if shape == wanted else choice(*shape)
                     table[tile] = graph_ms(step, 9) / config.layers * 1e3
                 chosen = choice(*wanted)
