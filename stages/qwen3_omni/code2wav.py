@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from omni_bus.errors import ErrorInfo, ProtocolViolation, StageFailed
+from omni_bus.errors import ProtocolViolation, StageFailed
 from omni_bus.payloads import AudioDelta
+from omni_bus.stages import failures
 from omni_bus.stages.contract import (
     Chunk,
     Consumed,
@@ -142,13 +143,13 @@ class Code2WavStage:
         if batch:
             try:
                 self._run(batch, out)
-            except RuntimeError:  # torch: out of memory, a failed kernel; these rows' state is lost, the others' is not
+            except RuntimeError as error:  # torch: no memory, a failed kernel; these rows' state is lost, the others' is not
+                failures.raise_if_device_is_lost(error)
                 log.exception("decoding %d streams failed", len(batch))
+                told = failures.for_client(error, "decoding the audio failed").info()
                 for request_id, _ in batch:
                     self.cancel(request_id)
-                    out.append(
-                        StageError(request_id, ErrorInfo(StageFailed.code, "decoding the audio failed", StageFailed.status))
-                    )
+                    out.append(StageError(request_id, told))
         return out
 
     def stats(self) -> StageStats:

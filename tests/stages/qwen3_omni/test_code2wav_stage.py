@@ -436,10 +436,23 @@ def test_a_failed_step_fails_its_rows_only(
     with monkeypatch.context() as patch:
         patch.setattr(bench.stage._decoder, "decode", out_of_memory)
         bench.step()
-    assert bench.failed == {2: "stage_failed"} and bench.stage.stats().slots_used == 1
+    assert bench.failed == {2: "out_of_memory"} and bench.stage.stats().slots_used == 1
     bench.feed(1, codes[3:], last=True)
     bench.run()
     assert torch.equal(bench.pcm(1), expected(codes))
+
+
+def test_a_lost_device_is_no_failure_of_some_rows(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(directory)
+    bench.open(1)
+    bench.feed(1, frames(2))
+
+    def lost(*args: object, **kwargs: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench.stage._decoder, "decode", lost)
+    with pytest.raises(torch.AcceleratorError):
+        bench.step()
 
 
 def test_float32_stays_within_one_step_of_pcm16(
