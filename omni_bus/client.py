@@ -214,7 +214,8 @@ class BusClient:
         label: str = "",
         last: bool = True,
     ) -> ClientStream:
-        """Send a request with its first chunk of input; `last=False`: `append` follows. Raises ShuttingDown without a broker.
+        """Send a request with its first chunk of input; `last=False`: `append` follows. Raises BrokerLost without a broker, ShuttingDown
+        where the server ends.
 
         A refusal (overloaded, no ready replica, …) comes as the stream's error.
         """
@@ -230,7 +231,7 @@ class BusClient:
         return ClientStream(self, request)
 
     async def status(self) -> events.Status:
-        """Stages, replicas and request counts as the broker sees them now. Raises ShuttingDown without a broker."""
+        """Stages, replicas and request counts as the broker sees them now. Raises BrokerLost without a broker."""
         if self._closed or not self._connected:
             raise BrokerLost("the broker is gone")
         query = next(self._tickets)
@@ -252,7 +253,7 @@ class BusClient:
     async def lease(self, kind: str, client: str) -> AsyncIterator[None]:
         """One more request or session of a client for as long as the block lasts, over all API processes.
 
-        Raises RateLimited or Overloaded where that is too many, ShuttingDown without a broker.
+        Raises RateLimited or Overloaded where that is too many, BrokerLost without a broker, ShuttingDown where the server ends.
         """
         if self._closed or self._stopping:
             raise ShuttingDown("the server is not taking requests")
