@@ -1,6 +1,7 @@
 """Qwen3-Omni at full size on one GPU under load, with random weights: figures, logs and memory into a directory.
 
-    python -m bench.h200 --out DIR [--concurrency 1,4,8,16,32,64] [--budget 480] [--placement processes|one|mps] [--set KEY=VALUE]…
+    python -m bench.h200 --out DIR [--concurrency 1,4,8,16,32,64] [--budget 480] [--placement processes|mps|threads|one]
+                         [--set KEY=VALUE]…
     python -m bench.h200 --out DIR --size tiny --device cpu --concurrency 1,4        # the script itself, tried on a CPU
 
 The load: a closed loop of streaming chats, a prompt of 60 words, 64 text tokens forced, speech held to 128 codec frames, 3 x
@@ -83,8 +84,10 @@ def deployment_sets(arguments: argparse.Namespace, model: pathlib.Path) -> list[
         sets.append(f'stages.{stage}.devices=["{arguments.device}"]')
         if arguments.weights == "random":
             sets.append(f'stages.{stage}.load="random"')
-        if arguments.placement == "one":
+        if arguments.placement in ("one", "threads"):
             sets.append(f'stages.{stage}.process="gpu"')
+        if arguments.placement == "threads":
+            sets.append(f'stages.{stage}.loop="own"')
     sets += [f"stages.{stage}.max_batch={arguments.max_batch}" for stage in ON_DEVICE]
     sets.append(f'bus.mps="{"on" if arguments.placement == "mps" else "off"}"')
     if arguments.trace:
@@ -318,7 +321,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--warmups", type=int, default=1, help="passes before the one that counts, for each concurrency (default: 1)"
     )
-    parser.add_argument("--placement", choices=("processes", "one", "mps"), default="processes")
+    parser.add_argument("--placement", choices=("processes", "one", "mps", "threads"), default="processes")
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
     parser.add_argument("--weights", choices=("random", "file"), help="made in memory, or written (default: random for full)")
     parser.add_argument("--device", default="cuda:0", help="of thinker, talker and code2wav (default: cuda:0)")

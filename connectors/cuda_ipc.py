@@ -27,7 +27,8 @@ from omni_bus.segments import is_alive, is_segment_name, segment_name
 
 BUFFER_BYTES = 256 << 20
 FENCES = 256  # tensors under way at once; each takes two fences, and the driver has about a thousand interprocess events
-_FIRST_NUMBER = 1 << 32  # of control pages, far above those of the shared memory segments of the same process
+# Of control pages, over all senders of the process, far above those of its shared memory segments.
+_numbers = itertools.count(1 << 32)
 
 
 class CudaIpcConnector:
@@ -38,7 +39,6 @@ class CudaIpcConnector:
         self._gpu: Gpu = gpu or CudaGpu()
         self._buffer_bytes = buffer_bytes
         self._fences = fences
-        self._numbers = itertools.count(_FIRST_NUMBER)
         self._pools: dict[int, DevicePool] = {}  # by device
         self._by_segment: dict[str, DevicePool] = {}
         self._peers: dict[str, _Peer] = {}  # by segment
@@ -55,7 +55,7 @@ class CudaIpcConnector:
         """Make the buffer now, so that the first tensor does not wait for it. Raises Overloaded where there is no memory for it."""
         if device in self._pools:
             return
-        name = segment_name(self._tag, next(self._numbers))
+        name = segment_name(self._tag, next(_numbers))
         try:
             pool = DevicePool(self._gpu, device, name, self._buffer_bytes, self._fences, self._deaths)
         except OSError as error:

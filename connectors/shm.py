@@ -18,6 +18,7 @@ from omni_bus.segments import is_segment_name, segment_name
 
 SEGMENT_BYTES = 32 << 20
 LIMIT_BYTES = 256 << 20
+_numbers = itertools.count()  # of the process's segments: a process may have several senders, each in a thread
 
 
 class ShmConnector:
@@ -82,7 +83,6 @@ class SegmentPool:
         self._segment_bytes = segment_bytes
         self._limit = limit
         self._segments: dict[str, OwnedSegment] = {}
-        self._numbers = itertools.count()
 
     @property
     def used(self) -> int:
@@ -132,7 +132,7 @@ class SegmentPool:
                 return None
         while True:
             try:
-                segment = OwnedSegment(segment_name(self._tag, next(self._numbers)), size)
+                segment = OwnedSegment(segment_name(self._tag, next(_numbers)), size)
             except OSError as error:
                 # Less shared memory than the limit allows: a container's /dev/shm, or other users of it.
                 if idle:

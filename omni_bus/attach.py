@@ -108,7 +108,8 @@ class Reception:
 def seated(
     told: Deployment, stages: Sequence[str], devices: tuple[str, ...], replicas: int, threads: int, model_path: str | None
 ) -> Deployment:
-    """A broker's deployment as the processes on another host use it: those stages in one process for each replica, the others nowhere.
+    """A broker's deployment as the processes on another host use it: those stages in one process for each replica, where they
+    take turns, the others nowhere.
 
     `devices` is empty where the stages' own are wanted; `threads` 0: computed for this machine. Raises ConfigError for a stage
     that is named twice.
@@ -118,10 +119,10 @@ def seated(
     group = stages[0]
     configs = {
         stage: msgspec.structs.replace(
-            config, process=group, replicas=replicas, threads=threads, devices=devices or config.devices[:1]
+            config, process=group, loop="shared", replicas=replicas, threads=threads, devices=devices or config.devices[:1]
         )
         if stage in stages
-        else msgspec.structs.replace(config, process="", devices=("cpu",))
+        else msgspec.structs.replace(config, process="", loop="shared", devices=("cpu",))
         for stage, config in told.stages.items()
     }
     here = {group: tuple(range(replicas))}

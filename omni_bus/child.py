@@ -25,6 +25,7 @@ class Child:
 
     def __init__(self, name: str, log: pathlib.Path, on_exit: Callable[[Child, int], None], log_bytes: int = LIMIT) -> None:
         self.name = name
+        self.workers: tuple[str, ...] = (name,)  # of a process of stages: its workers, by the names that the broker knows
         self.log = ChildLog(log, log_bytes)
         self.incarnation = 0
         self.expected = False  # its end was asked for
@@ -46,6 +47,11 @@ class Child:
     @property
     def alive(self) -> bool:
         return self._process is not None
+
+    @property
+    def title(self) -> str:
+        """Its name, and what else ends with it."""
+        return self.name if self.workers == (self.name,) else f"{self.name} ({', '.join(self.workers)})"
 
     @property
     def ready(self) -> bool:

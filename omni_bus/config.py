@@ -31,6 +31,7 @@ TABLES = ("model", "api", "bus", "stages", "edges")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MPS = ("off", "auto", "on")
 FENCES = ("words", "events")
+LOOPS = ("shared", "own")
 CONNECTORS = ("auto", "inline", "local", "shm", "cuda_ipc", "tcp")
 
 Rule = tuple[Callable[[Any], bool], str]
@@ -64,6 +65,7 @@ RULES: dict[str, Rule] = {
     "bus.restart_backoff_s": (lambda seconds: 0.01 <= seconds <= 30, "from 0.01 to 30"),
     "stage.devices": (bool, 'a list of at least one device, such as ["cpu"] or ["cuda:0"]'),
     "stage.replicas": (lambda count: 0 <= count <= 256, "from 0 (with bus.listen) to 256"),
+    "stage.loop": (lambda name: name in LOOPS, f"one of {', '.join(LOOPS)}"),
     "stage.dtype": (lambda name: name in DTYPES, f"one of {', '.join(DTYPES)}"),
     "stage.threads": (lambda count: 0 <= count <= 1024, "from 0 (computed) to 1024"),
     "stage.max_batch": (lambda rows: 1 <= rows <= 4096, "from 1 to 4096"),

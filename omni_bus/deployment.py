@@ -36,7 +36,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_sessions: int = 256  # voice sessions (open WebSockets) of the server; one more is answered 503; 0 = any
     max_sessions_per_client: int = 0  # of them, for a key, or an address without keys; one more is answered 429; 0 = any
     session_s: float = 3600.0  # after which a session is closed
-    session_idle_s: float = 600.0  # without a word of the client, after which it is
+    session_idle_s: float = 600.0  # with nothing said and nothing to do, after which it is
     session_events_per_s: int = 200  # a client's events, averaged over ten seconds; a session above it is closed; 0 = any
     session_event_mb: int = 16  # of one event of a client
     session_buffer_s: float = 120.0  # of audio that has not become an item of the conversation yet
@@ -73,7 +73,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[str, ...]
     replicas: int = 1
-    process: str = ""  # stages with the same name here share one worker process; "" = a process of its own
+    process: str = ""  # stages with the same name here share one process; "" = a process of its own
+    loop: str = "shared"  # shared | own: in a process that it shares, whether it takes turns, or has a thread and a CUDA stream
     dtype: str = "float32"
     threads: int = 0  # torch's intra-op threads; 0 = cores / worker processes, at least 1
     max_batch: int = 16
@@ -102,16 +103,31 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def model_name(self) -> str:
         return self.model.name or pathlib.PurePath(self.model.path).name or self.model.pipeline
 
-    def workers(self) -> dict[str, tuple[str, ...]]:
-        """Worker process name → the stages it hosts: "thinker.0", "thinker.1", …; grouped stages: "GROUP.0"."""
+    def processes(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Process → its workers, one engine loop each → the stages that take turns in it.
+
+        A process "thinker.0" or "GROUP.0" is one worker of the same name; where its stages have loops of their own, it carries a worker for
+        each stage: "gpu.0" the workers "thinker.0" and "talker.0".
+        """
         groups: dict[str, list[str]] = {}
         for name, stage in self.stages.items():
             groups.setdefault(stage.process or name, []).append(name)
         return {
-            f"{group}.{number}": tuple(stages)
+            f"{group}.{number}": {f"{stage}.{number}": (stage,) for stage in stages}
+            if all(self.stages[stage].loop == "own" for stage in stages)
+            else {f"{group}.{number}": tuple(stages)}
             for group, stages in groups.items()
             for number in self.numbers.get(group, range(self.stages[stages[0]].replicas))
         }
+
+    def workers(self) -> dict[str, tuple[str, ...]]:
+        """Worker → the stages it hosts, over all processes."""
+        return {worker: stages for workers in self.processes().values() for worker, stages in workers.items()}
+
+    def take_turns(self, one: str, other: str) -> bool:
+        """Whether two stages are steps of one loop, so that tensors pass between them by reference."""
+        first, second = self.stages[one], self.stages[other]
+        return (first.process or one) == (second.process or other) and not first.loop == second.loop == "own"
 
 
 class RunDir:

@@ -58,12 +58,15 @@ class Liveness:
     def workers(self, status: Status, workers: Iterable[Child]) -> None:
         """The broker's word on workers. One that lives, was ready, and is not with the broker for too long is killed."""
         for child in workers:
-            states = [replica.state for replica in status.replicas if replica.worker == child.name and replica.pid == child.pid]
-            if not (child.alive and child.ready) or (states and "lost" not in states):
+            states = states_of(status, child)
+            # Of several workers in a process that is drained each leaves when what it holds has ended.
+            there = any(states) if child.leaving else all(states)
+            lost = any("lost" in found for found in states)
+            if not (child.alive and child.ready) or (there and not lost):
                 self._cancel(child.name)
             elif child.name not in self._absent:
                 # To a new broker it comes when the step in hand is over; of one that was lost to this one we know less good.
-                seconds = REATTACH_S if states else self._bus.loop_silence_s
+                seconds = REATTACH_S if lost else self._bus.loop_silence_s
                 self._absent[child.name] = asyncio.get_running_loop().call_later(seconds, self._give_up, child, child.pid)
 
     def close(self) -> None:
@@ -83,6 +86,14 @@ class Liveness:
     def _kill(self, child: Child) -> None:
         self._say(f"{child.name} does not answer; ending it by force")
         child.send_signal(signal.SIGKILL)
+
+
+def states_of(status: Status, child: Child) -> list[list[str]]:
+    """For each worker of the process that runs now: the states of its replicas at the broker, none where it is not there."""
+    return [
+        [replica.state for replica in status.replicas if replica.worker == worker and replica.pid == child.pid]
+        for worker in child.workers
+    ]
 
 
 def _stopped(pid: int) -> bool:

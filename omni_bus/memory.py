@@ -89,10 +89,14 @@ def plan(deployment: Deployment, pipeline: PipelineSpec) -> MemoryPlan:
                 placed.setdefault(devices[replica % len(devices)], []).append((worker, stage))
     shares: list[StageShare] = []
     problems: list[str] = []
+    process = {worker: name for name, workers in deployment.processes().items() for worker in workers}
     for device, replicas in placed.items():
+        taken = CONTEXT_BYTES * len({process[worker] for worker, _ in replicas})
         buffers = _buffers(deployment, pipeline, {worker for worker, _ in replicas})
         held = [deployment.held.get(worker, {}).get(stage) for worker, stage in replicas]
-        for (worker, stage), state in zip(replicas, _states(device, replicas, needs, held, buffers, problems), strict=True):
+        for (worker, stage), state in zip(
+            replicas, _states(device, replicas, needs, held, taken + buffers, problems), strict=True
+        ):
             shares.append(StageShare(stage=stage, worker=worker, device=device, need=needs[stage], state=state))
     return MemoryPlan(shares=tuple(shares), problems=tuple(problems))
 
@@ -109,10 +113,10 @@ def _states(
     replicas: list[tuple[str, str]],
     needs: dict[str, StageNeed],
     held: list[int | None],
-    buffers: int,
+    taken: int,
     problems: list[str],
 ) -> list[int]:
-    """Bytes of KV or slots for each replica on the device."""
+    """Bytes of KV or slots for each replica on the device. `taken`: by CUDA's contexts and by buffers."""
     rows = [needs[stage] for _, stage in replicas]
     wanted = [need.units * need.unit_bytes for need in rows]
     states = [
@@ -131,7 +135,7 @@ def _states(
                 )
     if device == "cpu":
         return [min(most, CPU_STATE_BYTES) if state is None else state for state, most in zip(states, wanted, strict=True)]
-    has = int(USABLE * capacity(device)) - CONTEXT_BYTES * len({worker for worker, _ in replicas}) - buffers
+    has = int(USABLE * capacity(device)) - taken
     room = has - sum(need.weights + need.workspace for need in rows) - sum(state or 0 for state in states)
     least = [0 if state is not None else need.least * need.unit_bytes for need, state in zip(rows, states, strict=True)]
     if room < sum(least):

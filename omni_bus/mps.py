@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import pathlib
 import shutil
@@ -29,14 +30,14 @@ _IN_CREATE, _IN_MOVED_TO = 0x100, 0x80  # linux/inotify.h
 
 
 def shared_devices(deployment: Deployment) -> list[str]:
-    """CUDA devices on which two or more worker processes have stages, in the order in which they are first named."""
+    """CUDA devices on which two or more processes have stages, in the order in which they are first named."""
     users: dict[str, set[str]] = {}
-    for worker, stages in deployment.workers().items():
-        index = int(worker.rpartition(".")[2])
-        for name in stages:
+    for process, workers in deployment.processes().items():
+        index = int(process.rpartition(".")[2])
+        for name in itertools.chain.from_iterable(workers.values()):
             devices = deployment.stages[name].devices
-            users.setdefault(devices[index % len(devices)], set()).add(worker)
-    return [device for device, workers in users.items() if device.startswith("cuda:") and len(workers) > 1]
+            users.setdefault(devices[index % len(devices)], set()).add(process)
+    return [device for device, processes in users.items() if device.startswith("cuda:") and len(processes) > 1]
 
 
 def wanted(deployment: Deployment) -> bool:

@@ -52,7 +52,7 @@ class Operations:
                 await self._grow(group, replicas - len(children), say)
             elif len(children) > replicas:
                 work = await self._work()
-                least = sorted(children, key=lambda child: (work.get(child.name, 0.0), -number(child)))
+                least = sorted(children, key=lambda child: (sum(work.get(name, 0.0) for name in child.workers), -number(child)))
                 await self._leave(least[: len(children) - replicas], say)
             say(f"{self._named(group)}: {_count(len(self._pool.of_group(group)))}")
 
@@ -179,10 +179,10 @@ class Operations:
         return None
 
     def _child(self, replica: str) -> Child:
-        """Of "talker/1", or of a worker's name, "talker.1"."""
+        """Of "talker/1", or of a process's or a worker's name, "talker.1"."""
         stage, _, last = replica.rpartition("/")
         name = f"{group_of(self._pool.deployment, stage)}.{last}" if stage else replica
-        names = {child.name: child for child in self._pool.children if not child.leaving}
+        names = {name: child for child in self._pool.children if not child.leaving for name in (child.name, *child.workers)}
         if name not in names:
             raise ConfigError(f'there is no replica "{replica}"{did_you_mean(name, names)}; `omni-bus status` lists them')
         return names[name]

@@ -66,6 +66,19 @@ def _process_problems(deployment: Deployment) -> Iterator[Problem]:
                 path,
                 f": stages {host} and {name} share a process, so they need the same number (now {beside.threads} and {stage.threads})",
             )
+        if stage.loop != beside.loop:
+            path = ("stages", name, "loop")
+            yield (
+                path,
+                f': stages {host} and {name} share a process, so both take turns or neither does (now "{beside.loop}" and "{stage.loop}")',
+            )
+        other = deployment.stages.get(stage.process)
+        if other is not None and other.loop == "own" and (other.process or stage.process) != stage.process:
+            # Both would have a worker of that name.
+            yield (
+                ("stages", name, "process"),
+                f': "{stage.process}" is a stage with a loop of its own elsewhere; name the process otherwise',
+            )
 
 
 def _connector_problems(deployment: Deployment, pipeline: PipelineSpec) -> Iterator[Problem]:
@@ -77,12 +90,17 @@ def _connector_problems(deployment: Deployment, pipeline: PipelineSpec) -> Itera
                 yield path, f': an edge of the client has "auto" or "inline", not "{connector}"'
         elif connector == "tcp" and not deployment.bus.listen:
             yield path, ': "tcp" leads to other hosts, which need bus.listen to attach; say "auto"'
-        elif connector == "local" and len({deployment.stages[end].process or end for end in (edge.source, edge.target)}) > 1:
+        elif connector == "local" and not deployment.take_turns(edge.source, edge.target):
             yield (
                 path,
-                f': "local" joins stages of one process; give {edge.source} and {edge.target} the same `process`, or say "shm"',
+                f': "local" joins stages of one process that share its loop; give {edge.source} and {edge.target} the same `process` '
+                'and loop = "shared", or say "shm"',
             )
         elif connector == "cuda_ipc":
+            groups = {deployment.stages[end].process or end for end in (edge.source, edge.target)}
+            if len(groups) == 1 and not deployment.take_turns(edge.source, edge.target):
+                # CUDA opens no handle in the process that exported it.
+                yield path, f': "cuda_ipc" joins processes, and {edge.source} and {edge.target} are threads of one; say "auto"'
             for end in (edge.source, edge.target):
                 devices = deployment.stages[end].devices
                 if not all(device.startswith("cuda:") for device in devices):

@@ -19,7 +19,7 @@ MAX_REPLICAS = 256  # as `stages.NAME.replicas`
 
 
 def group_of(deployment: Deployment, stage: str) -> str:
-    """What the stage's workers are named by: its own name, or that of the process it shares. ConfigError for no stage."""
+    """What the stage's processes are named by: its own name, or that of the process it shares. ConfigError for no stage."""
     if stage not in deployment.stages:
         raise ConfigError(f'there is no stage "{stage}"{did_you_mean(stage, deployment.stages)}')
     return deployment.stages[stage].process or stage
@@ -35,12 +35,12 @@ def stages_of(deployment: Deployment, group: str) -> tuple[str, ...]:
 
 
 def numbers_of(deployment: Deployment, group: str) -> tuple[int, ...]:
-    """Of the group's workers."""
-    return tuple(int(name.rpartition(".")[2]) for name in deployment.workers() if name.rpartition(".")[0] == group)
+    """Of the group's processes."""
+    return tuple(int(name.rpartition(".")[2]) for name in deployment.processes() if name.rpartition(".")[0] == group)
 
 
 def with_numbers(deployment: Deployment, group: str, numbers: Iterable[int]) -> Deployment:
-    """The same with these workers of the group, and no others."""
+    """The same with these processes of the group, and no others."""
     said = tuple(sorted(set(numbers)))
     stages = {
         name: msgspec.structs.replace(stage, replicas=len(said)) if (stage.process or name) == group else stage
@@ -64,17 +64,21 @@ def with_held(deployment: Deployment, pipeline: PipelineSpec, *, anew: str = "")
     return msgspec.structs.replace(deployment, held=held)
 
 
-def replicas_of(deployment: Deployment, group: str, number: int) -> tuple[StageReplica, ...]:
-    """What that worker hosts, and where."""
-    return tuple(
-        StageReplica(name, stage.devices[number % len(stage.devices)], stage.max_batch)
-        for name in stages_of(deployment, group)
-        if (stage := deployment.stages[name])
-    )
+def replicas_of(deployment: Deployment, process: str) -> dict[str, tuple[StageReplica, ...]]:
+    """Each worker of that process: what it hosts, and where."""
+    number = int(process.rpartition(".")[2])
+    return {
+        worker: tuple(
+            StageReplica(name, stage.devices[number % len(stage.devices)], stage.max_batch)
+            for name in stages
+            if (stage := deployment.stages[name])
+        )
+        for worker, stages in deployment.processes()[process].items()
+    }
 
 
 def free_number(deployment: Deployment, group: str, *, like: int | None = None) -> int:
-    """The lowest one that no worker of the group has; `like`: one that is on the same devices as that worker."""
+    """The lowest one that no process of the group has; `like`: one that is on the same devices as that process."""
     taken = set(numbers_of(deployment, group))
     lists = [deployment.stages[name].devices for name in stages_of(deployment, group)]
 
@@ -87,19 +91,21 @@ def free_number(deployment: Deployment, group: str, *, like: int | None = None) 
 def no_room(
     deployment: Deployment, pipeline: PipelineSpec, group: str, numbers: Iterable[int], *, like: int | None = None
 ) -> str | None:
-    """Why workers of these numbers cannot be started beside those that run; None where they can.
+    """Why processes of these numbers cannot be started beside those that run; None where they can.
 
-    `like`: they are to have no less memory for requests than that worker of the group.
+    `like`: they are to have no less memory for requests than that process of the group.
     """
     deployment = with_held(deployment, pipeline)
     numbers, running = tuple(numbers), numbers_of(deployment, group)
-    new = {f"{group}.{number}" for number in numbers}
     more = with_numbers(deployment, group, (*running, *numbers))
+    processes = more.processes()
+    new = {worker for number in numbers for worker in processes[f"{group}.{number}"]}
+    old = processes.get(f"{group}.{like}", {})
     after = plan(more, pipeline)
     if after.problems:
         return _taken(more, pipeline, after, new) or after.problems[0]
     for share in after.shares:
-        kept = None if like is None else after.share(f"{group}.{like}", share.stage)
+        kept = next((one for worker in old if (one := after.share(worker, share.stage)) is not None), None)
         if share.worker in new and kept is not None and share.state < kept.state:
             return (
                 f"{share.device} has {bytes_text(share.state)} left for the requests of one more, and {kept.worker} has "

@@ -20,7 +20,7 @@ from omni_bus.control_server import ControlServer
 from omni_bus.deployment import Deployment
 from omni_bus.errors import ShuttingDown
 from omni_bus.events import DrainWorker, Exited, Expect, Status
-from omni_bus.liveness import Liveness
+from omni_bus.liveness import Liveness, states_of
 from omni_bus.mps import Mps, wanted
 from omni_bus.operations import Operations
 from omni_bus.progress import Progress
@@ -180,8 +180,7 @@ class Supervisor:
     def _on_status(self, status: Status) -> None:
         self._progress.show(status)
         for child in self._pool.children:
-            states = [replica.state for replica in status.replicas if replica.worker == child.name and replica.pid == child.pid]
-            if states and all(state == "ready" for state in states) and not child.ready:
+            if not child.ready and all(found and {*found} == {"ready"} for found in states_of(status, child)):
                 child.ready = True
                 if child.incarnation > 1 and not child.on_trial:
                     self._progress.say(f"omni-bus: {child.name} is ready again")
@@ -208,14 +207,15 @@ class Supervisor:
         if self._stopping or child.expected:
             return
         if child in self._pool.children and self._link is not None:
-            self._link.send(Exited(child.name))
+            for worker in child.workers:
+                self._link.send(Exited(worker))
         if child.leaving or child.on_trial:
             return  # whoever asked for that waits for it
         if not self._announced and (code == USER_ERROR or child.early_deaths >= EARLY_DEATHS):
             self._give_up(child, code)
             return
         delay = child.backoff(self._deployment.bus.restart_backoff_s)
-        self._progress.say(f"omni-bus: {child.name} ended ({how_it_ended(code)}); starting it again in {delay:g} s")
+        self._progress.say(f"omni-bus: {child.title} ended ({how_it_ended(code)}); starting it again in {delay:g} s")
         if child is self._broker:
             self._disconnect()
         self._later(delay, child)

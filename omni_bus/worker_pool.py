@@ -1,4 +1,4 @@
-"""The worker processes of one server: which there are, how one is added, renewed, drained and taken away while the others serve."""
+"""The processes of stages of one server: which there are, how one is added, renewed, drained and taken away while the others serve."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorkerPool:
         self._tell = tell
         self._pipeline = pipeline
         self.deployment = with_held(deployment, pipeline)  # as it stands now
-        self.children = [make(name) for name in deployment.workers()]
+        self.children = [self._child(name) for name in deployment.processes()]
 
     def of_group(self, group: str) -> list[Child]:
         """Those that stay, by number."""
@@ -55,7 +55,7 @@ class WorkerPool:
 
     async def add(self, group: str, new: int) -> Child:
         """Start a worker for which memory was reserved, and wait until it is ready: the broker gives it requests from then on. Raises NotStarted, and forgets it."""
-        child = self._make(f"{group}.{new}")
+        child = self._child(f"{group}.{new}")
         child.on_trial = True
         self.children.append(child)
         try:
@@ -80,8 +80,14 @@ class WorkerPool:
         await self._drained(child, grace_s)
         self._forget(child)
 
+    def _child(self, name: str) -> Child:
+        child = self._make(name)
+        child.workers = tuple(self.deployment.processes()[name])
+        return child
+
     async def _started(self, child: Child) -> None:
-        self._tell(Expect(child.name, replicas_of(self.deployment, group_name(child), number(child))))
+        for worker, replicas in replicas_of(self.deployment, child.name).items():
+            self._tell(Expect(worker, replicas))
         self._start(child)
         if not await child.settled():
             [why] = child.last_lines(1) or ["it says nothing"]
@@ -89,7 +95,8 @@ class WorkerPool:
 
     async def _drained(self, child: Child, grace_s: float) -> None:
         child.leaving = True
-        self._tell(DrainWorker(child.name, grace_s))
+        for worker in child.workers:
+            self._tell(DrainWorker(worker, grace_s))
         if not child.ready:
             child.send_signal(signal.SIGTERM)  # one that loads does not read its socket
         for seconds, then in ((grace_s + LEAVE_S, signal.SIGTERM), (ASKED_S, signal.SIGKILL)):
@@ -102,7 +109,8 @@ class WorkerPool:
 
     def _forget(self, child: Child) -> None:
         self.children.remove(child)
-        self._tell(DrainWorker(child.name, 0.0))  # a broker that was started meanwhile may still expect it
+        for worker in child.workers:
+            self._tell(DrainWorker(worker, 0.0))  # a broker that was started meanwhile may still expect it
         group = group_name(child)
         self._set_numbers(group, {*numbers_of(self.deployment, group)} - {number(child)})
 

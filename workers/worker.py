@@ -1,4 +1,4 @@
-"""The worker: the stages of one process, from Register to Shutdown, and which stage each event is for."""
+"""The worker: the stages of one engine loop, from Register to Shutdown, and which stage each event is for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRESS_S = 0.1  # between two progress events of one stage
 
 
 class Worker:
-    """Hosts the stages that the deployment gives to the process of this name.
+    """Hosts the stages that the deployment gives to the worker of this name.
 
     On another host than the broker's it has another `name` there, and its `seat` is the name in the deployment. `server`: the id of
     the server that it attaches to.
@@ -50,6 +50,7 @@ class Worker:
         self._server = server
         self._asked_to_leave = False
         self.dismissed = False  # an operator took it away: it is not to come back
+        self.drained = False  # it is given nothing new; the end that follows was meant
         self._deployment = deployment
         self._pipeline = pipeline
         self._connectors = connectors
@@ -132,7 +133,7 @@ class Worker:
     def leave(self) -> None:
         """Ask the broker for the end: it sends Shutdown when all that is here has finished, and nothing new until then."""
         if not self._asked_to_leave:
-            self._asked_to_leave = True
+            self._asked_to_leave = self.drained = True
             self._send(events.Leave(), ())
 
     def message(self, frames: list[bytes]) -> None:
@@ -149,7 +150,7 @@ class Worker:
         for host in self._hosts.values():
             host.forget_all()
         self._arrivals.forget_all()
-        self.dismissed = False
+        self.dismissed, self.drained = False, self._asked_to_leave
         if self._asked_to_leave:
             self._shut_down = True  # nothing is left here to finish
             return
@@ -208,6 +209,7 @@ class Worker:
                 self._arrivals.forget(event.request, self._inputs.get(event.stage, ()))
                 self._host(event.stage).cancel(event)
             case events.Drain():
+                self.drained = True
                 self.dismissed |= event.for_good  # what is open goes on; the broker sends Shutdown once it has ended
             case events.Shutdown():
                 self._shut_down = True

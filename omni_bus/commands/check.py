@@ -43,7 +43,8 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
     )
     yield ""
     rows = [("stage", "worker", "device", "dtype", "threads", "batch", "weights")]
-    for worker, stages in deployment.workers().items():
+    hosted = [(process, *one) for process, workers in deployment.processes().items() for one in workers.items()]
+    for process, worker, stages in hosted:
         index = int(worker.rpartition(".")[2])
         for name in stages:
             stage = deployment.stages[name]
@@ -52,7 +53,8 @@ def plan(deployment: Deployment, pipeline: PipelineSpec, weights: dict[str, int]
             unused = pipeline.stage(name).unused
             dtype = "-" if "dtype" in unused else stage.dtype
             batch = "-" if "max_batch" in unused else str(stage.max_batch)
-            rows.append((name, worker, device, dtype, str(stage.threads), batch, size))
+            where = worker if worker == process else f"{worker}, a thread of {process}"
+            rows.append((name, where, device, dtype, str(stage.threads), batch, size))
     rows += [(name, "-", "on other hosts", "", "", "", "") for name, stage in deployment.stages.items() if not stage.replicas]
     yield from table(rows)
     yield ""
@@ -119,9 +121,8 @@ def _connector(deployment: Deployment, source: str, target: str, said: str) -> s
         return said
     if CLIENT in (source, target):
         return "inline"
-    processes = {deployment.stages[end].process or end for end in (source, target)}
     between_hosts = ", or tcp between hosts" if deployment.bus.listen else ""
-    return f"local{between_hosts}" if len(processes) == 1 else f"inline up to 64 KiB, else shm{between_hosts}"
+    return f"local{between_hosts}" if deployment.take_turns(source, target) else f"inline up to 64 KiB, else shm{between_hosts}"
 
 
 def _named_gpus(deployment: Deployment) -> list[tuple[int, CudaDevice]]:

@@ -11,8 +11,9 @@ import torch
 
 _WARM_UPS = 2  # the first compiles kernels and allocates workspaces; the second finds both there
 
-# A capture begins with a wait for the whole device, which may not fall into a capture of another stage of the process.
-_one_at_a_time = threading.Lock()
+# For whatever may not fall into a capture that another stage of the process makes in its thread: a wait for the whole device, with which
+# each capture begins, giving memory back to the device, and numbers drawn without a generator of one's own.
+device_alone = threading.Lock()
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class Capture:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # stages in other threads of the process go on working meanwhile
-        with _one_at_a_time, torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+        with device_alone, torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             result = forward()
         current.wait_stream(self._stream)
 

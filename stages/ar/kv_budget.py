@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from omni_bus.memory import CPU_STATE_BYTES
+from omni_bus.stages.ar.capture import device_alone
 from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.contract import StageContext
 
@@ -18,7 +19,8 @@ def kv_bytes(ctx: StageContext, options: AROptions, device: torch.device) -> int
         return options.kv_memory_mb << 20
     if device.type != "cuda":
         return CPU_STATE_BYTES if ctx.state_bytes is None else ctx.state_bytes
-    torch.cuda.empty_cache()  # what the loading has left cached counts as used otherwise, for this process and for others
+    with device_alone:
+        torch.cuda.empty_cache()  # what the loading has left cached counts as used otherwise, for this process and for others
     free, _ = torch.cuda.mem_get_info(device)
     room = max(0, free - GRAPH_MARGIN_BYTES)
     return room if ctx.state_bytes is None else min(room, ctx.state_bytes)

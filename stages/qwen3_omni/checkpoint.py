@@ -15,7 +15,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,7 @@ DTYPES = {
 }
 Loaded = Callable[[int], None]  # so many more bytes are in their place; called by the thread that called `tensors`
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 class Checkpoint:
@@ -75,7 +76,10 @@ class Checkpoint:
         out: dict[str, torch.Tensor] = {}
         read = functools.partial(_read, experts=experts, kinds=kinds, device=device, lanes=_Lanes())
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # nothing may still be using the memory that other streams fill now
+            # Memory comes to be of the caller's stream, and is given back there: nothing of it may still use what others fill now.
+            stream = torch.cuda.current_stream(device)
+            stream.synchronize()
+            read = functools.partial(_on_stream, stream, read)
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             for run, single in pool.map(read, list(_runs(entries))):
                 out |= {name.removeprefix(prefix): tensor for name, tensor in single.items()}
@@ -243,6 +247,12 @@ def _read(
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{run[0].file} cannot be read: {error}; fetch it again") from error
     return run, out
+
+
+def _on_stream(stream: torch.cuda.Stream, read: Callable[[list[TensorEntry]], T], run: list[TensorEntry]) -> T:
+    """`read(run)` with memory of the stream."""
+    with torch.cuda.stream(stream):
+        return read(run)
 
 
 def _first(names: list[str]) -> str:

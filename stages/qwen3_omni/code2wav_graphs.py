@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from omni_bus.stages.ar.capture import device_alone
 from omni_bus.stages.qwen3_omni.code2wav_fused import FusedCode2Wav
 from omni_bus.stages.qwen3_omni.code2wav_ops import FusedRows
 from omni_bus.stages.qwen3_omni.code2wav_shapes import Shapes
@@ -58,7 +59,8 @@ class GraphedDecoder:
             if self._stream is not None and self._captures:
                 self._stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                mode = "thread_local"  # stages in other threads of the process go on working meanwhile
+                with device_alone, torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
                     step()
                 step = graph.replay
             self._steps[shape] = step

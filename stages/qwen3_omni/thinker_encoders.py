@@ -13,6 +13,7 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import (
 )
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder, Qwen3OmniMoeVisionEncoder
 
+from omni_bus.stages.ar.capture import device_alone
 from omni_bus.stages.ar.transfer import ids_to_device, to_device
 from omni_bus.stages.qwen3_omni.checkpoint import Checkpoint
 from omni_bus.stages.qwen3_omni.config import ThinkerConfig
@@ -28,7 +29,7 @@ class ThinkerEncoders:
         self.device = device
         self._merge = config.media.spatial_merge_size
         # Built in float32, so that the buffers (sinusoids, rotary frequencies) stay so; the parameters are replaced by the loaded ones.
-        with torch.device(device):
+        with device_alone, torch.device(device):
             self.audio_tower: Any = Qwen3OmniMoeAudioEncoder._from_config(  # type: ignore[no-untyped-call]
                 Qwen3OmniMoeAudioEncoderConfig(**config.audio)
             )

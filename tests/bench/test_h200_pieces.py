@@ -45,8 +45,15 @@ def test_the_users_settings_come_last() -> None:
     assert not any(".process=" in one for one in deployment_sets(arguments(), pathlib.Path("/model")))
 
 
+def test_a_thread_for_each_stage_is_one_process_of_own_loops() -> None:
+    sets = deployment_sets(arguments(placement="threads"), pathlib.Path("/model"))
+    for stage in ("thinker", "talker", "code2wav"):
+        assert {f'stages.{stage}.process="gpu"', f'stages.{stage}.loop="own"'} < set(sets)
+    assert not any(".loop=" in one for one in deployment_sets(arguments(placement="one"), pathlib.Path("/model")))
+
+
 def test_mps_is_asked_for_or_off_whatever_the_file_says() -> None:
-    for placement, mps in (("processes", "off"), ("one", "off"), ("mps", "on")):
+    for placement, mps in (("processes", "off"), ("one", "off"), ("threads", "off"), ("mps", "on")):
         assert f'bus.mps="{mps}"' in deployment_sets(arguments(placement=placement), pathlib.Path("/model"))
 
 

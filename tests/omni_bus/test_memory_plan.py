@@ -115,6 +115,11 @@ def test_replicas_and_cards_are_counted(placed: Deployment) -> None:
 
 def test_stages_of_one_process_have_one_context(placed: Deployment) -> None:
     together = {name: msgspec.structs.replace(stage, process="all") for name, stage in placed.stages.items()}
+    needs = pipeline(source=need(40, 0, 500), relay=need(1, 0, 1))
+    threads = {name: msgspec.structs.replace(stage, loop="own") for name, stage in together.items()}
+    of_threads = plan(msgspec.structs.replace(placed, stages=threads), needs).share("source.0", "source")
+    of_turns = plan(msgspec.structs.replace(placed, stages=together), needs).share("all.0", "source")
+    assert of_threads is not None and of_turns is not None and of_threads.state == of_turns.state
     found = plan(msgspec.structs.replace(placed, stages=together), pipeline(source=need(40, 0, 500)))
     assert found.share("all.0", "source") == found.shares[0] and found.shares[0].state == int(0.98 * 100 * GIB) - int(
         40.75 * GIB

@@ -91,6 +91,9 @@ def test_it_is_wanted_where_two_processes_share_a_card() -> None:
     assert mps.wanted(deployment("auto")) and mps.wanted(deployment("on"))
     assert not mps.wanted(deployment("off"))
     assert not mps.wanted(deployment(process="gpu"))
+    threads = deployment(process="gpu")
+    own = {name: msgspec.structs.replace(stage, loop="own") for name, stage in threads.stages.items()}
+    assert not mps.wanted(msgspec.structs.replace(threads, stages=own)), "two workers, and one process"
     assert not mps.wanted(deployment(devices="cpu"))
 
 

@@ -53,7 +53,8 @@ def test_workers_by_number(plain: Deployment) -> None:
 def test_a_spare_is_on_the_devices_of_the_one_it_replaces(plain: Deployment) -> None:
     two = with_numbers(on(plain, "cuda:0", "cuda:1"), "source", (0, 1))
     assert free_number(two, "source", like=0) == 2 and free_number(two, "source", like=1) == 3
-    assert [replica.device for replica in replicas_of(two, "source", 3)] == ["cuda:1"]
+    [replica] = replicas_of(with_numbers(two, "source", (0, 3)), "source.3")["source.3"]
+    assert replica.device == "cuda:1"
 
 
 def test_stages_of_one_process_are_one_group(plain: Deployment) -> None:
@@ -62,7 +63,7 @@ def test_stages_of_one_process_are_one_group(plain: Deployment) -> None:
     assert groups(grouped) == ["all"] and group_of(grouped, "relay") == "all"
     more = with_numbers(grouped, "all", (0, 1))
     assert {stage.replicas for stage in more.stages.values()} == {2} and list(more.workers()) == ["all.0", "all.1"]
-    assert [replica.stage for replica in replicas_of(more, "all", 1)] == ["source", "relay", "sink"]
+    assert [replica.stage for replica in replicas_of(more, "all.1")["all.1"]] == ["source", "relay", "sink"]
     with pytest.raises(ConfigError, match='there is no stage "all"'):
         group_of(grouped, "all")
 
@@ -146,3 +147,35 @@ def test_weights_on_the_cpu_must_fit_into_what_is_available(plain: Deployment, m
     assert no_room(plain, pipeline(source=need(10, units=1)), "source", [1, 2]) is None
     reason = no_room(plain, pipeline(source=need(10, units=1)), "source", [1, 2, 3])
     assert reason == "it needs 30.0 GiB of memory, and 25.0 GiB is available"
+
+
+def test_stages_with_loops_of_their_own_are_workers_of_one_process(plain: Deployment) -> None:
+    stages = {name: msgspec.structs.replace(stage, process="all", loop="own") for name, stage in plain.stages.items()}
+    threaded = msgspec.structs.replace(plain, stages=stages)
+    assert threaded.processes() == {"all.0": {"source.0": ("source",), "relay.0": ("relay",), "sink.0": ("sink",)}}
+    two = with_numbers(threaded, "all", (0, 3))
+    assert numbers_of(two, "all") == (0, 3) and [*two.processes()["all.3"]] == ["source.3", "relay.3", "sink.3"]
+    assert {worker: one.stage for worker, (one,) in replicas_of(two, "all.3").items()} == {
+        "source.3": "source",
+        "relay.3": "relay",
+        "sink.3": "sink",
+    }
+    together = {name: msgspec.structs.replace(stage, loop="shared") for name, stage in stages.items()}
+    assert not two.take_turns("source", "relay") and msgspec.structs.replace(plain, stages=together).take_turns(
+        "source", "relay"
+    )
+
+
+def test_a_spare_of_threads_has_no_less_memory_than_what_it_replaces(plain: Deployment) -> None:
+    stages = {
+        name: msgspec.structs.replace(stage, process="all", loop="own", devices=("cuda:0",))
+        for name, stage in plain.stages.items()
+    }
+    needs = pipeline(source=need(5, 10), relay=need(5, 10), sink=need(1, 1))
+    began = with_held(msgspec.structs.replace(plain, stages=stages), needs)
+    assert set(began.held) == {"source.0", "relay.0", "sink.0"}
+    assert no_room(began, needs, "all", [1], like=0) is None
+    larger = pipeline(source=need(5, 60), relay=need(5, 10), sink=need(1, 1))
+    began = with_held(msgspec.structs.replace(plain, stages=stages), larger)
+    reason = no_room(began, larger, "all", [1], like=0)
+    assert reason is not None and "source.0" in reason
