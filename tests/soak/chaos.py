@@ -127,6 +127,11 @@ class Held:
                 found.append(f"{name}: {before.descriptors.get(name, 0)} descriptors before, {self.descriptors[name]} now")
         return found
 
+    def __str__(self) -> str:
+        memory = ", ".join(f"{name} {size >> 20}" for name, size in sorted(self.memory.items()))
+        descriptors = ", ".join(f"{name} {count}" for name, count in sorted(self.descriptors.items()))
+        return f"MiB of memory: {memory}; of segments: {self.shared >> 20}; open descriptors, sockets with them: {descriptors}"
+
 
 def maps_the_dead(pid: int) -> bool:
     lines = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
@@ -225,7 +230,9 @@ async def soak(server: Server, load_on: Callable[[str], SteadyLoad], minutes: fl
     print(f"{len(chaos.faults)} faults in {rounds} rounds: {', '.join(f'{n} {what}' for what, n in sorted(ways.items()))}")
     ends = load.ends()
     print(f"{sum(ends.values())} requests: {', '.join(f'{count} {code}' for code, count in ends.most_common())}")
-    return judge(load, chaos.faults) + Held.of(server).left_over(before)
+    after = Held.of(server)
+    print(f"idle before, {before}\nidle after, {after}\nno request, row, KV block, slot or segment in use, before as after")
+    return judge(load, chaos.faults) + after.left_over(before)
 
 
 def main() -> int:
@@ -234,6 +241,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    print(f"{arguments.minutes:g} minutes of faults on {arguments.pipeline}, seed {arguments.seed}", flush=True)
     if not SHM.is_dir() or not pathlib.Path("/proc/self/fd").is_dir():
         print("the soak needs Linux, with /proc and /dev/shm", file=sys.stderr)
         return 2
