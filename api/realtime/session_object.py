@@ -26,8 +26,19 @@ class _TranscriptionBody(msgspec.Struct):
     prompt: str | None = None
 
 
+class _NoiseReductionBody(msgspec.Struct):
+    """Read for its type alone, since stock clients ask for it without being told to: there is none, and it is shown as off."""
+
+    type: str | None = None
+
+    def check(self, param: str) -> None:
+        if self.type not in (None, "near_field", "far_field"):
+            raise InvalidRequest(f"{param}.type must be near_field or far_field", param=f"{param}.type")
+
+
 class _InputBody(msgspec.Struct):
     format: Any = None
+    noise_reduction: _NoiseReductionBody | None = None
     transcription: _TranscriptionBody | UnsetType | None = UNSET
     turn_detection: Any = UNSET
 
@@ -63,6 +74,8 @@ def merge_session(raw: msgspec.Raw, before: SessionSettings, model: ServedModel)
     if audio_in is not None:
         if audio_in.format is not None:
             changed["input_format"] = parse_format(audio_in.format, "session.audio.input.format")
+        if audio_in.noise_reduction is not None:
+            audio_in.noise_reduction.check("session.audio.input.noise_reduction")
         if audio_in.turn_detection is not UNSET:
             changed["turn_detection"] = parse_turn_detection(
                 audio_in.turn_detection, "session.audio.input.turn_detection", before.turn_detection

@@ -133,6 +133,14 @@ async def test_what_stock_clients_ask_for_is_taken_and_shown_as_off_where_it_is(
     assert off["audio"]["input"]["transcription"] == {"model": "gpt-4o-mini-transcribe"}
 
 
+@pytest.mark.parametrize("wanted", [{"type": "near_field"}, {"type": "far_field"}, {"type": None}, {}, None])
+async def test_noise_reduction_is_taken_and_shown_as_off(socket: RealtimeSocket, wanted: object) -> None:
+    """Every value that OpenAI has: there is none here, and the answer says so."""
+    before = await updated(socket, {})
+    assert await updated(socket, {"audio": {"input": {"noise_reduction": wanted}}}) == before
+    assert before["audio"]["input"]["noise_reduction"] is None
+
+
 @pytest.mark.parametrize("voice", ["marin", "Alloy", {"id": "cedar"}, "onyx"])
 async def test_voices_of_openai_stand_for_the_models_first(socket: RealtimeSocket, voice: object) -> None:
     session = await updated(socket, {"audio": {"output": {"voice": voice}}})
@@ -150,6 +158,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"audio": {"output": {"format": {"type": "audio/pcm", "rate": 16000}}}},
         "session.audio.output.format.rate",
     ),
+    "an_unknown_noise_reduction": (
+        {"audio": {"input": {"noise_reduction": {"type": "loud"}}}},
+        "session.audio.input.noise_reduction.type",
+    ),
+    "a_noise_reduction_that_is_none": ({"audio": {"input": {"noise_reduction": True}}}, "session.audio.input.noise_reduction"),
     "an_unknown_detection": (
         {"audio": {"input": {"turn_detection": {"type": "none"}}}},
         "session.audio.input.turn_detection.type",
