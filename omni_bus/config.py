@@ -165,8 +165,7 @@ class _Checker:
         try:
             pipeline.check_model(path, stages)
         except ConfigError as error:
-            hint = "" if path else "; name a checkpoint with --set model.path=DIR"
-            self.report(("model", "path"), f": {error.message}{hint}", weight=2)
+            self.report(("model", "path"), f": {error.message}", weight=2)
 
     def _no_pipeline(self) -> None:
         names = pipeline_names()

@@ -134,5 +134,7 @@ def _nearest_file(missing: pathlib.Path) -> str:
 
     if not missing.parent.is_dir():
         return ""
-    found = did_you_mean(missing.name, [entry.name for entry in missing.parent.glob("*.toml")])
+    found = did_you_mean(
+        missing.name, [entry.name for entry in missing.parent.glob("*.toml") if entry.name != "pyproject.toml"]
+    )
     return found if "did you mean" in found else ""

@@ -91,7 +91,7 @@ def resolve(path: str | os.PathLike[str]) -> pathlib.Path:
     """The checkpoint's directory. A hub id ("owner/name") is looked up in huggingface_hub's cache, then fetched."""
     text, directory = os.fspath(path), pathlib.Path(path)
     if not text:
-        raise CheckpointError("no checkpoint is named; set model.path to a directory or a hub id")
+        raise CheckpointError("no checkpoint is named; say --set model.path=DIR, or a hub id in its place")
     if directory.is_dir():
         return directory
     if directory.exists():

@@ -181,6 +181,11 @@ def test_a_file_that_cannot_be_read(name: str, fragment: str, tmp_path: pathlib.
     assert fragment in refusal(tmp_path / name)
 
 
+def test_a_file_that_is_no_deployment_is_not_offered(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    assert refusal(tmp_path / "myproject.toml").endswith("no such file")
+
+
 def test_the_smaller_deployment_is_named_where_a_device_is_missing(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "big.toml"
     file.write_text(CASCADE + '[stages.llm]\ndevices = ["cuda:99"]\n')
