@@ -21,6 +21,10 @@ class Piece:
     count: int
 
 
+def _only_prepares(row: Row) -> bool:
+    return row.request.options.prepare
+
+
 def computable(row: Row) -> int:
     """Positions that can be computed now. The last one of a prompt is kept back while the prompt is open: what is sampled from it
     needs the prompt to be closed. Which one is the last is known of a prompt whose length is; else it may be the newest."""
@@ -33,6 +37,9 @@ def computable(row: Row) -> int:
 
 class Scheduler:
     """Two tables in order of arrival: `waiting` rows hold no blocks, `running` rows hold all they can ever need.
+
+    Rows that only prepare (options.prepare) are nobody's answer: one is admitted, and computed, only where no other row has anything
+    to compute. The exception is one that holds what another row waits for: that one is soonest rid of by computing it.
 
     With `whole_prompts` a prompt is cut only if it is longer than a step, not where it does not fit beside others: the next step
     begins with it. A prompt of token ids with up to `graphed` positions takes no kept blocks: a graph computes it from its first
@@ -95,11 +102,14 @@ class Scheduler:
 
     def schedule(self) -> list[Piece]:
         """Every decoding row, then prompts in pieces up to `max_prefill_tokens` together, oldest row first."""
-        counts = [(row, computable(row)) for row in self.running.values()]
-        pieces = [Piece(row, 1) for row, count in counts if count and row.output_ids]
+        counts = [(row, count) for row in self.running.values() if (count := computable(row))]
+        answers = [(row, count) for row, count in counts if not _only_prepares(row)]
+        if 0 < len(answers) < len(counts) and not self._is_blocked():
+            counts = answers
+        pieces = [Piece(row, 1) for row, _ in counts if row.output_ids]
         budget = self.max_prefill_tokens
         for row, count in counts:
-            if count and not row.output_ids and budget:
+            if not row.output_ids and budget:
                 if self.whole_prompts and budget < count <= self.max_prefill_tokens:
                     break
                 pieces.append(Piece(row, min(count, budget)))
@@ -115,7 +125,20 @@ class Scheduler:
         return min(self.max_length, prompt + max_tokens - 1)
 
     def _next_waiting(self) -> Row | None:
-        return next((row for row in self.waiting.values() if computable(row)), None)
+        first = None
+        for row in self.waiting.values():
+            if not computable(row):
+                continue
+            if not _only_prepares(row):
+                return row
+            first = first or row
+        answers = (row for row in self.running.values() if not _only_prepares(row))
+        return None if first is None or any(map(computable, answers)) else first
+
+    def _is_blocked(self) -> bool:
+        """Whether a row waits that may be waiting for one that only prepares."""
+        first = self._next_waiting()
+        return first is not None and not self._can_admit(first)
 
     def _can_admit(self, row: Row) -> bool:
         if len(self.running) >= self.max_batch:
@@ -124,10 +147,12 @@ class Scheduler:
         return self.blocks.can_allocate(needed) or self.blocks.can_allocate(needed, self._kept(row))
 
     def _kept(self, row: Row) -> list[int]:
-        """Blocks that hold the beginning of the row, without its last position: what is sampled needs one that is computed."""
+        """Blocks that hold the beginning of the row, without its last position: what is sampled needs one that is computed. Behind
+        a whole prompt that is only prepared nothing is sampled."""
         if row.keys is None or row.computed or self._is_graphed(row):
             return []
-        return self.blocks.find(row.keys.keys[: (row.length - 1) // self.blocks.block_size])
+        end = row.length if _only_prepares(row) and row.prompt_closed else row.length - 1
+        return self.blocks.find(row.keys.keys[: end // self.blocks.block_size])
 
     def _is_graphed(self, row: Row) -> bool:
         return row.length <= self.graphed and all(one.token_ids is not None for one in row.pending)

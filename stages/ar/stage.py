@@ -18,7 +18,7 @@ from omni_bus.stages.ar.graphs import StepGraphs
 from omni_bus.stages.ar.kv_budget import block_count
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.options import AROptions
-from omni_bus.stages.ar.program import GraphedProgram, Program, Row
+from omni_bus.stages.ar.program import GraphedProgram, Program, Row, isolated
 from omni_bus.stages.ar.prompt_graphs import PromptGraphs
 from omni_bus.stages.ar.sampler import Sampler, is_greedy
 from omni_bus.stages.ar.scheduler import Scheduler
@@ -145,6 +145,9 @@ class ARStage(WokenByEvents):
         scheduler, engine = self._loaded
         for row in scheduler.admit():
             engine.admit(row)
+            if row.request.options.prepare and row.prompt_closed and not row.ended and not self._leaves_blocks(row):
+                with isolated(row):
+                    self.program.prepared(row)
         pieces = scheduler.schedule()
         self._batch = engine.run(pieces) if pieces else 0
         emissions: list[Emission] = []
@@ -154,6 +157,10 @@ class ARStage(WokenByEvents):
             if row.ended:
                 self._release(row)
         return emissions
+
+    def _leaves_blocks(self, row: Row) -> bool:
+        """Whether computing the row would fill a block that is not kept yet: a block that is not full is kept for nobody."""
+        return row.computed // self._shared_block < row.length // self._shared_block
 
     def stats(self) -> StageStats:
         scheduler, engine = self._loaded

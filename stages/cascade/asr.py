@@ -143,9 +143,8 @@ class AsrStage(WokenByEvents):
         out: list[Emission] = []
         for job in [job for job in self._jobs.values() if job.ready and not job.unheard]:
             self._finish(job, out)
-        turn = next((key for key in self._turn if self._jobs[key].ready), None)
-        if turn is not None:
-            job = self._jobs[turn]
+        if (turn := self._next()) is not None:
+            job = turn
             self._turn.remove(job.request.id)
             self._turn.append(job.request.id)
             try:
@@ -160,6 +159,11 @@ class AsrStage(WokenByEvents):
                 said = failures.for_client(error, "the speech recogniser failed on this audio")
                 out.append(StageError(job.request.id, said.info()))
         return out
+
+    def _next(self) -> _Job | None:
+        """Whose turn it is; one that only prepares comes behind all others."""
+        ready = [job for key in self._turn if (job := self._jobs[key]).ready]
+        return next((job for job in ready if not job.request.options.prepare), next(iter(ready), None))
 
     def _hear_on(self, job: _Job, out: list[Emission]) -> None:
         """One window more of the job's first audio that is not written down; or all of it, if it has been heard before."""

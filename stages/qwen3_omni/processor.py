@@ -117,10 +117,19 @@ class ProcessorStage(WokenByEvents):
             self._jobs[request_id].paused = False
 
     def _next(self) -> _Job | None:
-        """The next request in turn that can be worked on; those that were cancelled are dropped from the queue on the way."""
+        """The next request in turn that can be worked on, one that only prepares behind all others; those that were cancelled are
+        dropped from the queue on the way."""
         while self._ready and self._ready[0] not in self._jobs:
             self._ready.popleft()
-        return next((job for request in self._ready if (job := self._jobs.get(request)) and not job.paused), None)
+        first = None
+        for request in self._ready:
+            job = self._jobs.get(request)
+            if job is None or job.paused:
+                continue
+            if not job.request.options.prepare:
+                return job
+            first = first or job
+        return first
 
     def has_work(self) -> bool:
         return self._next() is not None

@@ -366,7 +366,7 @@ def test_a_storm_of_cancels_leaves_every_block_free_and_every_answer_right(model
     for one in range(300):
         bench.stage.cancel(one)
     bench.check_empty()
-    assert not bench.errors and bench.cached > 500
+    assert not bench.errors and bench.cached > 400
     for length in range(1, 41, 3):
         assert bench.answer(1000 + length, trunk[:length]) == fresh(model, trunk[:length])
 

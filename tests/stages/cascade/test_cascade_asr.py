@@ -303,6 +303,17 @@ def test_preparing_hears_nothing_and_goes_on_with_what_is_known(asr: Driver, spe
     assert isinstance(sent.payload, Prompt) and sent.payload.tools == ("{}",)
 
 
+def test_what_only_prepares_comes_behind_what_is_to_be_heard(asr: Driver) -> None:
+    asked = ChatInput((user(audio(0)),))
+    prepared = asr.open(RequestOptions(modalities=("text",), prepare=True))
+    asr.stage.feed(prepared, chunk("client->asr", asked, media0=torch.rand(8_000)))
+    request = asr.open()
+    asr.stage.feed(request, chunk("client->asr", asked, media0=torch.rand(8_000)))
+    ended = [emission.request_id for emission in asr.run() if isinstance(emission, Finished)]
+    assert ended == [request, prepared] and asr.finished(prepared).usage["heard_ms"] == 0
+    asr.finished(request)
+
+
 def test_tools_calls_and_a_text_to_speak_pass_on(asr: Driver) -> None:
     call = ToolCall("clock", '{"zone": "UTC"}')
     turns = (user(TextPart("Time?")), Message("assistant", (), (call,)), Message("tool", (TextPart("12:00"),)))

@@ -13,13 +13,14 @@ from PIL import Image
 from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, PromptTooLong, TooLarge, UndecodableMedia
 from omni_bus.events import RequestOptions
 from omni_bus.payloads import ChatInput, MediaPart, Message, TextPart
+from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
-from omni_bus.stages.contract import Chunk
+from omni_bus.stages.contract import Chunk, Finished, StageRequest
 from omni_bus.stages.media import VideoInfo, decode_image, probe_video, read_frames
 from omni_bus.stages.qwen3_omni.config import read_config
 from omni_bus.stages.qwen3_omni.processor import Processor
 from omni_bus.stages.qwen3_omni.turns import user_turns
-from tests.support.qwen3_omni import AUDIO, CASES, IMAGE, Reference, lossless_video, options, picture, png, tensor_of
+from tests.support.qwen3_omni import AUDIO, CASES, IMAGE, Reference, chirp, lossless_video, options, picture, png, tensor_of
 from tests.support.stage_pipeline import StagePipeline
 
 
@@ -244,6 +245,32 @@ def test_a_long_video_holds_up_nobodys_text(omni_pipeline: StagePipeline) -> Non
     omni_pipeline.cancel(9100)
     omni_pipeline.run()
     assert quick.closed("thinker->client") and not stage.has_work()
+
+
+def test_what_only_prepares_comes_behind_every_prompt(omni_pipeline: StagePipeline) -> None:
+    """Also between the pieces of one that has begun."""
+    stage = omni_pipeline.stages["processor"]
+    sounds = ChatInput((Message("user", (MediaPart("audio", 0), MediaPart("audio", 1))),))
+    tensors = {f"media{index}": torch.from_numpy(chirp(0.5, 70 + index)) for index in range(2)}
+    for request, prepare in ((1, True), (2, False)):
+        wanted = RequestOptions(prepare=prepare)
+        stage.open(
+            StageRequest(
+                id=request,
+                options=wanted,
+                sampling=SamplingParams(),
+                inputs=("client->processor",),
+                outputs=("processor->thinker",),
+                deadline=1e9,
+            )
+        )
+        stage.feed(request, Chunk("client->processor", sounds, tensors, True))
+        if prepare:
+            stage.step()
+    ended: list[int] = []
+    while stage.has_work():
+        ended += [emission.request_id for emission in stage.step() if isinstance(emission, Finished)]
+    assert ended == [2, 1]
 
 
 def test_prompt_at_the_models_limit(omni_checkpoint: pathlib.Path, processor: Processor) -> None:
