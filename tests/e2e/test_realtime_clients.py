@@ -20,6 +20,7 @@ import pytest
 
 from tests.e2e.conftest import Serve
 from tests.support.cascade import skip_without_packages, words
+from tests.support.lacking import lacking
 from tests.support.running_server import Server, eventually
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -123,7 +124,7 @@ class Saw:
 def drive(client: str, scenario: str, server: Server, out: pathlib.Path, *arguments: object, model: str = "cascade") -> Saw:
     """Run a client to its end. What it saw is the message of a failure."""
     if not CLIENTS.exists():
-        pytest.skip(f"no environment with the stock clients at {CLIENTS.parents[1]}: `make setup-clients` makes it")
+        lacking(f"no environment with the stock clients at {CLIENTS.parents[1]}: `make setup-clients` makes it")
     script = ROOT / "tests" / "clients" / f"{client}_client.py"
     voice = "heart" if model == "cascade" else "ethan"
     command = [str(CLIENTS), str(script), server.url, scenario, "--model", model, "--voice", voice, "--out", str(out)]

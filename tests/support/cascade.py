@@ -6,7 +6,6 @@ import importlib.util
 import re
 import time
 
-import pytest
 import torch
 
 from omni_bus.deployment import EdgeConfig, StageConfig
@@ -15,13 +14,14 @@ from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
 from omni_bus.stages.cascade.packages import PACKAGES
 from omni_bus.stages.contract import Chunk, Consumed, Emission, Finished, Output, Stage, StageContext, StageError, StageRequest
+from tests.support.lacking import lacking
 
 
 def skip_without_packages() -> None:
-    """Skip, with the reason, where a package that carries a model is missing."""
+    """Skip (by hand only: lacking.py), with the reason, where a package that carries a model is missing."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"quickstart packages are not installed: {', '.join(missing)}")
+        lacking(f"quickstart packages are not installed: {', '.join(missing)}")
 
 
 def words(text: str) -> list[str]:

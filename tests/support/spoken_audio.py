@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 import numpy
-import pytest
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
 from numpy.typing import NDArray
 
 from omni_bus.errors import CheckpointError
 from omni_bus.stages.cascade.packages import package_file
+from tests.support.lacking import lacking
 
 Samples = NDArray[numpy.float32]
 
@@ -20,11 +20,11 @@ QUIET = 0.003  # amplitude below which the ends of an utterance count as silence
 
 
 def skip_without_speech() -> None:
-    """Skip, with the reason, where the package that speaks is missing."""
+    """Skip (by hand only: lacking.py), with the reason, where the package that speaks is missing."""
     try:
         package_file("hibari")
     except CheckpointError as error:
-        pytest.skip(error.message)
+        lacking(error.message)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from omni_bus.api.voice.turn_config import (
 from omni_bus.api.voice.turns import IdleTimeout, SpeechStarted, SpeechStopped, TurnDetector, TurnEvent
 from omni_bus.api.voice.vad import FRAME, Vad, VadState, model_file
 from omni_bus.errors import InvalidRequest, ModelRefused
+from tests.support.lacking import lacking
 from tests.support.spoken_audio import RATE, Samples, say, silence, skip_without_speech, with_noise
 
 CLOSE_MS = 100  # how far a time may be from the truth: three frames
@@ -35,7 +36,7 @@ def vad() -> Vad:
     try:
         model_file()
     except ModelRefused as error:
-        pytest.skip(error.message)
+        lacking(error.message)
     skip_without_speech()
     return Vad.load()
 

@@ -10,6 +10,7 @@ from omni_bus.api.voice.turn_end import LONGEST_MS, SHORTEST_MS, fallen, silence
 from omni_bus.api.voice.turns import SpeechStarted, SpeechStopped, TurnDetector
 from omni_bus.api.voice.vad import Vad, model_file
 from omni_bus.errors import ModelRefused
+from tests.support.lacking import lacking
 from tests.support.spoken_audio import RATE, Samples, say, silence, skip_without_speech, with_noise
 
 CLOSE_MS = 100
@@ -28,7 +29,7 @@ def vad() -> Vad:
     try:
         model_file()
     except ModelRefused as error:
-        pytest.skip(error.message)
+        lacking(error.message)
     skip_without_speech()
     return Vad.load()
 
