@@ -23,6 +23,7 @@ import torch
 from omni_bus.deployment import Deployment, RunDir
 from omni_bus.errors import ConfigError
 from omni_bus.spec import PipelineSpec
+from omni_bus.stages.streams import take_stream
 from omni_bus.workers import seat, watchdog
 from omni_bus.workers.devices import device_of
 from omni_bus.workers.stop_signal import GRACE_S, StopSignal
@@ -149,4 +150,4 @@ class StageThreads:
 def own_stream(device: str) -> None:
     """Have this thread's kernels and copies go to a stream that waits for no other thread's."""
     if device != "cpu":
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call, unused-ignore]
+        torch.cuda.set_stream(take_stream(device, threading.current_thread()))

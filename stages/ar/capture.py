@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from omni_bus.stages.streams import take_stream
+
 _WARM_UPS = 2  # the first compiles kernels and allocates workspaces; the second finds both there
 
 # For whatever may not fall into a capture that another stage of the process makes in its thread: a wait for the whole device, with which
@@ -39,18 +41,19 @@ class Capture:
         if self._stream is None:
             gc.collect()
             gc.freeze()  # what is loaded stays: each capture begins with a collection
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call, unused-ignore]
+            self._stream = take_stream(self.device, self)
             self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                forward()
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # stages in other threads of the process go on working meanwhile
-        with device_alone, torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            result = forward()
+        with device_alone:  # the warm-ups as well: what one thread compiles, another may not compile at the same time
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    forward()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+                result = forward()
         current.wait_stream(self._stream)
 
         def replay() -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from omni_bus.stages.ar.fp8 import Fp8Matrix
+from omni_bus.stages.streams import take_stream
 
 BUFFER_BYTES = 32 << 20
 
@@ -14,7 +15,7 @@ class CardLane:
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):  # pinning would open a context on card 0 otherwise
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = take_stream(device, self)
             self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0

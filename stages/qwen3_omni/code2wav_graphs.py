@@ -16,6 +16,7 @@ from omni_bus.stages.ar.capture import device_alone
 from omni_bus.stages.qwen3_omni.code2wav_fused import FusedCode2Wav
 from omni_bus.stages.qwen3_omni.code2wav_ops import FusedRows
 from omni_bus.stages.qwen3_omni.code2wav_shapes import Shapes
+from omni_bus.stages.streams import take_stream
 
 Progress = Callable[[float, str], None]  # (fraction 0..1, what is being done)
 
@@ -27,7 +28,7 @@ class GraphedDecoder:
         self.shapes = shapes
         self._model = model
         self._captures = capture and device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call, unused-ignore]
+        self._stream = take_stream(device, self) if device.type == "cuda" else None
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call, unused-ignore]
         self._steps: dict[tuple[int, int, bool], Callable[[], None]] = {}
         self._turns = [0] * (slots + 1)  # the half of each slot's kept steps that its next call reads
@@ -54,15 +55,15 @@ class GraphedDecoder:
         for number, shape in enumerate(shapes):
             progress(number / len(shapes), f"steps of {shape[0]} x {shape[1]} frames")
             step = self._step(*shape)
-            with self._on_stream():
-                step()
-            if self._stream is not None and self._captures:
-                self._stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                mode = "thread_local"  # stages in other threads of the process go on working meanwhile
-                with device_alone, torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=mode):
+            with device_alone:  # as in ar/capture.py, where it says why
+                with self._on_stream():
                     step()
-                step = graph.replay
+                if self._stream is not None and self._captures:
+                    self._stream.synchronize()
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                        step()
+                    step = graph.replay
             self._steps[shape] = step
 
     def decode(self, codes: torch.Tensor, slots: list[int], positions: list[int], *, fresh: bool) -> torch.Tensor:
