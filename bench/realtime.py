@@ -89,16 +89,22 @@ async def measured_interruptions(server: str, model: Model, count: int) -> dict[
 
 async def measured_load(servers: list[str], model: Model, sizes: list[int]) -> list[dict[str, Any]]:
     """A row for each size and server. The servers take turns in each size, and who is first changes."""
-    short, rows = pcm(SHORT), []
+    rows: list[dict[str, Any]] = []
+    speech = pcm(model.question)[: int(model.load_s * RATE) * 2]
     for sessions in sizes:
         rounds = model.rounds.get(sessions, 1)
         taken: list[list[Turn]] = [[] for _ in servers]
         for number in range(rounds):
             order = range(len(servers)) if number % 2 == 0 else reversed(range(len(servers)))
             for at in order:
-                taken[at] += await load(servers[at], model, short, sessions)
+                taken[at] += await load(servers[at], model, speech, sessions)
         for prepare, found in zip(PREPARES, taken, strict=True):
-            counts = {"sessions": sessions, "turns": 2 * sessions * rounds, "answered": len(found)}
+            counts = {
+                "speech_s": round(len(speech) / 2 / RATE, 1),
+                "sessions": sessions,
+                "turns": 2 * sessions * rounds,
+                "answered": len(found),
+            }
             rows.append({"prepare": prepare, **counts, "figures": of_turns(found)})
     return rows
 
@@ -138,15 +144,15 @@ def models() -> Iterator[tuple[Model, Model]]:
         # Answers of one length: 4.8 s of speech.
         full = (f"model.path={checkpoint}", *LENGTH)
         yield (
-            Model("tiny Qwen3-Omni", "qwen3-omni-tiny", "qwen3_omni_tiny.toml", LONG, 24, 2.4, {1: 10, 8: 4, 32: 3}, full),
-            Model("quickstart", "cascade", "quickstart.toml", SHORT, 24, 2.4, {1: 3, 8: 1}),
+            Model("tiny Qwen3-Omni", "qwen3-omni-tiny", "qwen3_omni_tiny.toml", LONG, 24, 2.4, 8.6, {1: 2, 8: 2, 32: 2}, full),
+            Model("quickstart", "cascade", "quickstart.toml", SHORT, 24, 2.4, 2.0, {1: 2}),
         )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.realtime", description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=12, help="of each kind and setting")
-    parser.add_argument("--interruptions", type=int, default=8)
+    parser.add_argument("--interruptions", type=int, default=6)
     parser.add_argument("--sessions", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=pathlib.Path, help="a directory for the result, as JSON and Markdown")

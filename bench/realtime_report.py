@@ -53,6 +53,14 @@ def _of(parts: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
     return [(name.partition(": ")[2], part) for name, part in parts.items() if name.startswith(f"{kind}: ")]
 
 
+def _left(figures: Mapping[str, Any]) -> str:
+    """Of an answer's prompt, what is computed when it is asked for."""
+    return ", ".join(
+        f"{which} {middle(figures.get(f'{which}: computed'))} of {middle(figures.get(f'{which}: prompt'))}"
+        for which in ("first", "later")
+    )
+
+
 def _yes(prepares: bool) -> str:
     return "yes" if prepares else "no"
 
@@ -75,11 +83,8 @@ def _turns(parts: Mapping[str, Any]) -> list[str]:
             cells = [cell(row[kind].get(name)) for kind, name in columns.values()]
             by_hand = row["by_hand"]
             counts = " / ".join(str(by_hand.get(f"{which}: end_of_speech", {"n": 0})["n"]) for which in ("first", "later"))
-            left = ", ".join(
-                f"{which} {middle(by_hand.get(f'{which}: computed'))} of {middle(by_hand.get(f'{which}: prompt'))}"
-                for which in ("first", "later")
-            )
-            lines.append("| " + " | ".join([model, str(row["speech_s"]), _yes(row["prepare"]), counts, *cells, left]) + " |")
+            said = [model, str(row["speech_s"]), _yes(row["prepare"]), counts, *cells, _left(by_hand)]
+            lines.append("| " + " | ".join(said) + " |")
     return [
         *lines,
         "",
@@ -104,11 +109,23 @@ def _interruptions(parts: Mapping[str, Any]) -> list[str]:
 
 def _load(parts: Mapping[str, Any]) -> list[str]:
     lines = ["## Sessions at once: end of speech (by hand) → first audio, ms, p50 / p95", ""]
-    lines += _table(["pipeline", "work during speech", "sessions", "first turn", "later turn", "turns with audio"])
+    lines += _table(
+        [
+            "pipeline",
+            "speech s",
+            "work during speech",
+            "sessions",
+            "first turn",
+            "later turn",
+            "turns with audio",
+            "prompt computed after",
+        ]
+    )
     for model, part in _of(parts, "load"):
         for row in part:
             figures = row["figures"]
             cells = [cell(figures.get(f"{which}: end_of_speech")) for which in ("first", "later")]
             counts = f"{row['answered']} of {row['turns']}"
-            lines.append("| " + " | ".join([model, _yes(row["prepare"]), str(row["sessions"]), *cells, counts]) + " |")
+            said = [model, str(row["speech_s"]), _yes(row["prepare"]), str(row["sessions"]), *cells, counts, _left(figures)]
+            lines.append("| " + " | ".join(said) + " |")
     return lines

@@ -36,7 +36,7 @@ SERVER_VAD = {"type": "server_vad", "silence_duration_ms": 500}
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A pipeline under measurement. settings: of `omni-bus up`; question: what its users say; apart_s: between the ends of two
-    turns that are measured alone; rounds: sessions at once → how often."""
+    turns that are measured alone; load_s: of the question, as sessions at once say it; rounds: their number → how often."""
 
     name: str
     model: str
@@ -44,6 +44,7 @@ class Model:
     question: str
     max_tokens: int
     apart_s: float
+    load_s: float
     rounds: dict[int, int]
     settings: tuple[str, ...] = ()
 

@@ -44,5 +44,7 @@ def test_a_part_that_was_measured_is_not_measured_again(tmp_path: pathlib.Path) 
 
 
 def test_sessions_at_once_are_shown_with_how_many_were_answered() -> None:
-    load = [{"prepare": False, "sessions": 32, "turns": 64, "answered": 4, "figures": of_turns(TURNS)}]
-    assert "| tiny | no | 32 | 100 / 100 | 102 / 103 | 4 of 64 |" in tables({"load: tiny": load})
+    load = [{"prepare": False, "speech_s": 8.6, "sessions": 32, "turns": 64, "answered": 4, "figures": of_turns(TURNS)}]
+    assert "| tiny | 8.6 | no | 32 | 100 / 100 | 102 / 103 | 4 of 64 | first 46 of 254, later 46 of 254 |" in tables(
+        {"load: tiny": load}
+    )
