@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -106,7 +107,7 @@ TINY = {
 
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "small operators equal their plain forms", small_operators
-    yield "linear layers of one row", one_row
+    yield "linear layers of few rows", few_rows
     yield "routing", routing
     for dtype in (torch.float32, torch.bfloat16):
         for name, config in (("thinker", THINKER), ("talker", TALKER)):
@@ -167,8 +168,8 @@ def small_operators() -> str:
 
 
 @torch.no_grad()
-def one_row() -> str:
-    """Linear layers of a decode step of one row, with norm, gate, bias and residual on the way, against float32."""
+def few_rows() -> str:
+    """Linear layers of a decode step of few rows, with norm, gate, bias and residual on the way, against float32."""
     from omni_bus.stages.ar import triton_linear
 
     torch.manual_seed(4)
@@ -176,11 +177,12 @@ def one_row() -> str:
     worst = {torch.float32: 0.0, torch.bfloat16: 0.0}
     for dtype in worst:
         errors = []
-        for inputs, outputs in ((2048, 5120), (4096, 2048), (2048, 128), (1024, 3072), (3072, 1024), (40, 24)):
-            x, norm = randn(1, inputs, dtype=dtype), randn(inputs, dtype=dtype)
+        shapes = ((2048, 5120), (4096, 2048), (2048, 128), (1024, 3072), (3072, 1024), (40, 24))
+        for (inputs, outputs), rows in itertools.product(shapes, (1, 2, 3, 4)):
+            x, norm = randn(rows, inputs, dtype=dtype), randn(inputs, dtype=dtype)
             weight = randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
             double = randn(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5)
-            bias, residual = randn(outputs, dtype=dtype), randn(1, outputs, dtype=dtype)
+            bias, residual = randn(outputs, dtype=dtype), randn(rows, outputs, dtype=dtype)
             normed = ops.rms_norm_plain(x.float(), norm.float(), 1e-6)
             ours = triton_linear.linear(x, weight, bias=bias, residual=residual)
             errors.append(close(ours, (linear(x.float(), weight.float(), bias.float()) + residual.float()).to(dtype)))
@@ -356,7 +358,7 @@ def dependent_step(config: DecoderConfig) -> str:
     """Replay after replay on other inputs, without a pause between them: the same bits whether kernels start early or not. A kernel
     that read too early, or wrote what another still read, would show here."""
     decoder = make_decoder(config, torch.bfloat16, "cuda")
-    for rows in (1, 2, 8, 64):
+    for rows in (1, 2, 4, 8, 64):
         many = randn(REPLAYS, rows, config.hidden)
         x = torch.empty(rows, config.hidden, dtype=torch.bfloat16, device="cuda")
         positions = torch.arange(rows, device="cuda").expand(3, -1)
@@ -379,7 +381,7 @@ def dependent_step(config: DecoderConfig) -> str:
         wrong = int((results[0] != results[1]).flatten(1).any(1).sum())
         assert results[0].isfinite().all(), f"{rows} rows: not finite"
         assert not wrong, f"{rows} rows: {wrong} of {REPLAYS} replays differ"
-    return f"1, 2, 8 and 64 rows, {REPLAYS} replays each: equal"
+    return f"1, 2, 4, 8 and 64 rows, {REPLAYS} replays each: equal"
 
 
 def replay_ms(step: Callable[[], object], replays: int = 15) -> float:
@@ -417,9 +419,17 @@ def decode_time(config: DecoderConfig, real_layers: int) -> str:
             with dependent_launches(on):
                 times.append(graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers)
         plain, each = times
+        ordinary = ""
+        if rows <= ops.STEP_ROWS:
+            most, ops.STEP_ROWS = ops.STEP_ROWS, 0
+            try:
+                other = graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers
+            finally:
+                ops.STEP_ROWS = most
+            ordinary = f", {other * 1e3:.1f} with ordinary products"
         rate = layer_bytes(config, rows) / each / 1e9
         print(
-            f"{rows:>3} rows: {each * 1e3:.1f} us a layer ({plain * 1e3:.1f} with no kernel started early), "
+            f"{rows:>3} rows: {each * 1e3:.1f} us a layer ({plain * 1e3:.1f} with no kernel started early{ordinary}), "
             f"{each * real_layers:.2f} ms for {real_layers} layers, "
             f"{rate:.2f} TB/s of weights"
         )

@@ -7,7 +7,8 @@ makes that sound, for every kernel that takes `options`:
 
 - each program calls `wait_for_earlier` before it reads anything that another kernel writes, and before it writes anything at all,
   since an earlier kernel may still read what lay there. No return stands before it;
-- in front of it only constants are read: weights, scales, tables made when the model was loaded;
+- in front of it only constants are read: weights, scales, tables made when the model was loaded, and what a step is given by copies
+  from the host before its first kernel starts (seeds, numbers of draws);
 - the wait is for the end of the whole kernel before, its writes included, and that one has waited in the same way: so it is a wait
   for all earlier kernels. Kernels of others in between are started in the ordinary way, and need nothing.
 

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment,var-annotated"
-"""Triton kernel of linear layers for a decode step of one row: bound by the reading of weights, so what stands before and behind
-a product is done on the way. Before: RMS norm of the input; behind: bias, silu(gate)·up, the residual.
+"""Triton kernel of linear layers for a decode step of few rows: bound by the reading of weights, so what stands before and
+behind a product is done on the way. Before: RMS norm of the input; behind: bias, silu(gate)·up, the residual.
 
 The norm needs no pass of its own: its root is one factor of the whole row, so the row goes into the product with the norm's weight
 alone, its squares are summed beside it, and the root is multiplied in at the end. A warp takes whole rows of the weight, so that
@@ -20,15 +20,17 @@ import triton.language as tl
 from omni_bus.stages.ar import dependent_launch
 from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
 
+MOST_ROWS = 4
+
 
 @triton.jit
-def _block(at, begin, depth, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+def block_of(at, begin, depth, INPUTS: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
     """One block of depth of the rows at `at`, zero behind their ends."""
     return tl.load(at + begin) if INPUTS % BLOCK_K == 0 else tl.load(at + begin, mask=begin + depth < INPUTS, other=0.0)
 
 
 @triton.jit
-def _one_row_kernel(  # type: ignore[no-untyped-def]
+def _few_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,
     weight_ptr,
@@ -36,6 +38,7 @@ def _one_row_kernel(  # type: ignore[no-untyped-def]
     residual_ptr,
     out_ptr,
     eps,
+    TOKENS: tl.constexpr,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -48,15 +51,13 @@ def _one_row_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """TURNS times ROWS outputs, a row a warp. The input is read as if every warp's row had one of its own: a thread then has what it
-    multiplies without asking another."""
+    """TURNS times ROWS outputs of every token, a row of the weight a warp. The input is read as if every warp's row had one of its own:
+    a thread then has what it multiplies without asking another."""
     let_next_start(PDL)
     lane = tl.arange(0, ROWS)
     depth = tl.arange(0, BLOCK_K)[None, :]
     first = tl.program_id(0) * (ROWS * TURNS)
     same = lane[:, None] * 0 + depth
-    x_at = x_ptr + same
-    norm_at = norm_ptr + same
     weights = ()
     ups = ()
     norms = ()
@@ -65,58 +66,79 @@ def _one_row_kernel(  # type: ignore[no-untyped-def]
         row = tl.where(column < OUTPUTS, column, 0)
         at = weight_ptr + row[:, None] * INPUTS + depth
         for block in tl.static_range(AHEAD):
-            weights += (_block(at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+            weights += (block_of(at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
             if GATED:
-                ups += (_block(at + OUTPUTS * INPUTS, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+                ups += (block_of(at + OUTPUTS * INPUTS, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
     if NORM:
         for block in tl.static_range(AHEAD):
-            norms += (_block(norm_at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+            norms += (block_of(norm_ptr + same, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
     wait_for_earlier(PDL)
     inputs = ()
     for block in tl.static_range(AHEAD):
-        inputs += (_block(x_at, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
+        for token in tl.static_range(TOKENS):
+            inputs += (block_of(x_ptr + token * INPUTS + same, block * BLOCK_K, depth, INPUTS, BLOCK_K),)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    zero = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
     for turn in tl.static_range(TURNS):
         column = first + turn * ROWS + lane
         row = tl.where(column < OUTPUTS, column, 0)
         at = weight_ptr + row[:, None] * INPUTS + depth
-        if ADD:
-            residual = tl.load(residual_ptr + row).to(tl.float32)
-        products = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
-        up_products = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
-        squares = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        products = ()
+        up_products = ()
+        squares = ()
+        residuals = ()
+        for token in tl.static_range(TOKENS):
+            products += (zero,)
+            up_products += (zero,)
+            squares += (zero,)
+            if ADD:
+                residuals += (tl.load(residual_ptr + token * OUTPUTS + row).to(tl.float32),)
         for block in tl.static_range((INPUTS + BLOCK_K - 1) // BLOCK_K):
+            begin = block * BLOCK_K
             if block < AHEAD:
-                weight = weights[turn * AHEAD + block]
-                x = inputs[block].to(tl.float32)
+                weight = weights[turn * AHEAD + block].to(tl.float32)
             else:
-                weight = _block(at, block * BLOCK_K, depth, INPUTS, BLOCK_K)
-                x = _block(x_at, block * BLOCK_K, depth, INPUTS, BLOCK_K).to(tl.float32)
-            if NORM:
-                squares += x * x
-                if block < AHEAD:
-                    x = x * norms[block].to(tl.float32)
-                else:
-                    x = x * _block(norm_at, block * BLOCK_K, depth, INPUTS, BLOCK_K).to(tl.float32)
-            products += weight.to(tl.float32) * x
+                weight = block_of(at, begin, depth, INPUTS, BLOCK_K).to(tl.float32)
             if GATED:
                 if block < AHEAD:
-                    up = ups[turn * AHEAD + block]
+                    up = ups[turn * AHEAD + block].to(tl.float32)
                 else:
-                    up = _block(at + OUTPUTS * INPUTS, block * BLOCK_K, depth, INPUTS, BLOCK_K)
-                up_products += up.to(tl.float32) * x
-        out = tl.sum(products, 1)
-        root = tl.zeros([ROWS], dtype=tl.float32) + 1.0
-        if NORM:
-            root = tl.rsqrt(tl.sum(squares, 1) / INPUTS + eps)
-            out = out * root
-        if GATED:
-            out = out / (1.0 + tl.exp(-out)) * (tl.sum(up_products, 1) * root)
-        if BIAS:
-            out += tl.load(bias_ptr + row).to(tl.float32)
-        if ADD:
-            out = out.to(dtype).to(tl.float32) + residual
-        tl.store(out_ptr + column, out.to(dtype), mask=column < OUTPUTS)
+                    up = block_of(at + OUTPUTS * INPUTS, begin, depth, INPUTS, BLOCK_K).to(tl.float32)
+            if NORM:
+                if block < AHEAD:
+                    norm = norms[block].to(tl.float32)
+                else:
+                    norm = block_of(norm_ptr + same, begin, depth, INPUTS, BLOCK_K).to(tl.float32)
+            new_products = ()
+            new_ups = ()
+            new_squares = ()
+            for token in tl.static_range(TOKENS):
+                if block < AHEAD:
+                    x = inputs[block * TOKENS + token].to(tl.float32)
+                else:
+                    x = block_of(x_ptr + token * INPUTS + same, begin, depth, INPUTS, BLOCK_K).to(tl.float32)
+                if NORM:
+                    new_squares += (squares[token] + x * x,)
+                    x = x * norm
+                new_products += (products[token] + weight * x,)
+                if GATED:
+                    new_ups += (up_products[token] + up * x,)
+            products = new_products
+            up_products = new_ups
+            squares = new_squares
+        for token in tl.static_range(TOKENS):
+            out = tl.sum(products[token], 1)
+            root = tl.zeros([ROWS], dtype=tl.float32) + 1.0
+            if NORM:
+                root = tl.rsqrt(tl.sum(squares[token], 1) / INPUTS + eps)
+                out = out * root
+            if GATED:
+                out = out / (1.0 + tl.exp(-out)) * (tl.sum(up_products[token], 1) * root)
+            if BIAS:
+                out += tl.load(bias_ptr + row).to(tl.float32)
+            if ADD:
+                out = out.to(dtype).to(tl.float32) + residuals[token]
+            tl.store(out_ptr + token * OUTPUTS + column, out.to(dtype), mask=column < OUTPUTS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,22 +161,24 @@ def linear(
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [1, inputs], weight [outputs, inputs] → x · weightᵀ [1, outputs]. With norm_weight [inputs]: of the normalised x. Gated: the
-    weight has gates before ups, [2 * outputs, inputs], and the result is silu(gate) * up. With residual [1, outputs]: added."""
-    inputs = x.shape[1]
+    """x [N, inputs], N up to MOST_ROWS, weight [outputs, inputs] → x · weightᵀ [N, outputs]. With norm_weight [inputs]: of the
+    normalised x. Gated: the weight has gates before ups, [2 * outputs, inputs], and the result is silu(gate) * up. With residual
+    [N, outputs]: added."""
+    rows, inputs = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    assert x.shape == (1, inputs) and x.is_contiguous(), "this kernel is for one row"
+    assert 1 <= rows <= MOST_ROWS and x.is_contiguous(), "this kernel is for few rows"
     assert weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
-    assert residual is None or (residual.is_contiguous() and residual.shape == (1, outputs))
-    out = x.new_empty(1, outputs)
+    assert residual is None or (residual.is_contiguous() and residual.shape == (rows, outputs))
+    out = x.new_empty(rows, outputs)
     flags = (norm_weight is not None, gated, bias is not None, residual is not None)
     tensors = [weight if one is None else one for one in (norm_weight, weight, bias, residual)]
-    tile, depth = tile_of(inputs, outputs, gated), depth_block(inputs, 256)
-    _one_row_kernel[(triton.cdiv(outputs, tile.warps * tile.turns),)](
+    tile, depth = tile_of(rows, inputs, outputs, gated), depth_block(inputs, 256)
+    _few_rows_kernel[(triton.cdiv(outputs, tile.warps * tile.turns),)](
         x,
         *tensors,
         out,
         eps,
+        rows,
         inputs,
         outputs,
         tile.warps,
@@ -168,12 +192,14 @@ def linear(
     return out
 
 
-def tile_of(inputs: int, outputs: int, gated: bool) -> Tile:
+def tile_of(rows: int, inputs: int, outputs: int, gated: bool) -> Tile:
     """Enough programs for every multiprocessor, and few enough registers that the next kernel's programs fit beside this one's."""
     if outputs < 1024:
         return Tile(warps=1, turns=1, ahead=8)
-    turns = 2 if outputs >= 2048 and inputs <= 2048 else 1
-    return Tile(warps=4, turns=turns, ahead=16 // turns // (2 if gated else 1))
+    if rows > 2:
+        return Tile(warps=4, turns=1, ahead=4)
+    turns = 2 if outputs >= 2048 and inputs <= 2048 and rows == 1 else 1
+    return Tile(warps=4, turns=turns, ahead=16 // turns // (2 if gated else 1) // rows)
 
 
 def depth_block(size: int, most: int) -> int:

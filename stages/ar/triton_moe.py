@@ -1,4 +1,5 @@
 # mypy: allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,misc,unreachable,var-annotated"
 """Triton kernels of a mixture of experts: every weight that some token chose is read once a step, with no word to the host.
 
 A token has `slots` pairs (token, expert): its chosen experts, then the shared expert cut into parts of an expert's size, if it has
@@ -23,7 +24,7 @@ from omni_bus.stages.ar import dependent_launch
 from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
 from omni_bus.stages.ar.fp8 import FP8
 from omni_bus.stages.ar.triton_layers import norm_warps, scaled_root
-from omni_bus.stages.ar.triton_linear import depth_block
+from omni_bus.stages.ar.triton_linear import block_of, depth_block
 
 Scales = tuple[torch.Tensor, torch.Tensor]  # of gate_up and of down, float32 [groups, outputs] each
 
@@ -59,8 +60,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     left = tl.where(real, prob, -1.0)
     for rank in tl.static_range(TOP_K):
         # Scores that are not numbers must not lead outside the weights.
-        best = tl.minimum(tl.argmax(left, 0), EXPERTS - 1)
-        score = tl.sum(tl.where(expert == best, prob, 0.0), 0)
+        score, best = tl.max(left, 0, return_indices=True)
+        best = tl.minimum(best, EXPERTS - 1)
         weights = tl.where(slot == rank, score, weights)
         chosen = tl.where(slot == rank, best, chosen)
         left = tl.where(expert == best, -1.0, left)
@@ -252,96 +253,63 @@ def _gate_up_direct_kernel(  # type: ignore[no-untyped-def]
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """One pair, and TURNS times ROWS of its values: a row of each weight a warp, the input read by every warp for itself."""
     let_next_start(PDL)
-    wait_for_earlier(PDL)
     pair = tl.program_id(1)
-    expert = tl.load(chosen_ptr + pair).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.where(column < INTER, column, 0)
-    depth = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + (pair // SLOTS).to(tl.int64) * HIDDEN + depth
-    gate_at = weight_ptr + expert * (2 * INTER * HIDDEN) + row[:, None] * HIDDEN + depth[None, :]
-    up_at = gate_at + INTER * HIDDEN
-    gates = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    ups = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_K], dtype=tl.float32)
-    for begin in tl.static_range(0, HIDDEN, BLOCK_K):
-        if HIDDEN % BLOCK_K == 0:
-            gate_weight = tl.load(gate_at + begin)
-            up_weight = tl.load(up_at + begin)
-            x = tl.load(x_at + begin)
-        else:
-            inside = begin + depth < HIDDEN
-            gate_weight = tl.load(gate_at + begin, mask=inside[None, :], other=0.0)
-            up_weight = tl.load(up_at + begin, mask=inside[None, :], other=0.0)
-            x = tl.load(x_at + begin, mask=inside, other=0.0)
-        wide = x.to(tl.float32)
-        if NORM:
-            squares += wide * wide
-            wide = wide * tl.load(norm_ptr + begin + depth, mask=begin + depth < HIDDEN, other=0.0).to(tl.float32)
-        gates += gate_weight.to(tl.float32) * wide[None, :]
-        ups += up_weight.to(tl.float32) * wide[None, :]
-    gate = tl.sum(gates, 1)
-    up = tl.sum(ups, 1)
+    lane = tl.arange(0, ROWS)
+    depth = tl.arange(0, BLOCK_K)[None, :]
+    same = lane[:, None] * 0 + depth
+    norms = ()
     if NORM:
-        root = tl.rsqrt(tl.sum(squares, 0) / HIDDEN + eps)
-        gate = gate * root
-        up = up * root
-    if SCALED:
-        gate_scale_at = scale_ptr + expert * (2 * INTER) + row
-        gate = gate * tl.load(gate_scale_at)
-        up = up * tl.load(gate_scale_at + INTER)
-    out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + pair.to(tl.int64) * INTER + column, out.to(out_ptr.dtype.element_ty), mask=column < INTER)
+        for begin in tl.static_range(0, HIDDEN, BLOCK_K):
+            norms += (block_of(norm_ptr + same, begin, depth, HIDDEN, BLOCK_K),)
+    wait_for_earlier(PDL)
+    expert = tl.load(chosen_ptr + pair).to(tl.int64)
+    x_at = x_ptr + (pair // SLOTS).to(tl.int64) * HIDDEN + same
+    inputs = ()
+    for begin in tl.static_range(0, HIDDEN, BLOCK_K):
+        inputs += (block_of(x_at, begin, depth, HIDDEN, BLOCK_K),)
+    for turn in tl.static_range(TURNS):
+        column = (tl.program_id(0) * TURNS + turn) * ROWS + lane
+        row = tl.where(column < INTER, column, 0)
+        gate_at = weight_ptr + expert * (2 * INTER * HIDDEN) + row[:, None] * HIDDEN + depth
+        up_at = gate_at + INTER * HIDDEN
+        gates = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        ups = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        squares = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+        for block in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+            begin = block * BLOCK_K
+            gate_weight = block_of(gate_at, begin, depth, HIDDEN, BLOCK_K).to(tl.float32)
+            up_weight = block_of(up_at, begin, depth, HIDDEN, BLOCK_K).to(tl.float32)
+            x = inputs[block].to(tl.float32)
+            if NORM:
+                squares += x * x
+                x = x * norms[block].to(tl.float32)
+            gates += gate_weight * x
+            ups += up_weight * x
+        gate = tl.sum(gates, 1)
+        up = tl.sum(ups, 1)
+        if NORM:
+            root = tl.rsqrt(tl.sum(squares, 1) / HIDDEN + eps)
+            gate = gate * root
+            up = up * root
+        if SCALED:
+            gate_scale_at = scale_ptr + expert * (2 * INTER) + row
+            gate = gate * tl.load(gate_scale_at)
+            up = up * tl.load(gate_scale_at + INTER)
+        out = gate / (1.0 + tl.exp(-gate)) * up
+        tl.store(out_ptr + pair.to(tl.int64) * INTER + column, out.to(out_ptr.dtype.element_ty), mask=column < INTER)
 
 
 @triton.jit
 def _down_direct_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    chosen_ptr,
-    HIDDEN: tl.constexpr,
-    INTER: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    wait_for_earlier(PDL)
-    pair = tl.program_id(1)
-    expert = tl.load(chosen_ptr + pair).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.where(column < HIDDEN, column, 0)
-    depth = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + pair.to(tl.int64) * INTER + depth
-    weight_at = weight_ptr + expert * (HIDDEN * INTER) + row[:, None] * INTER + depth[None, :]
-    total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for begin in tl.static_range(0, INTER, BLOCK_K):
-        if INTER % BLOCK_K == 0:
-            weight = tl.load(weight_at + begin)
-            x = tl.load(x_at + begin)
-        else:
-            inside = begin + depth < INTER
-            weight = tl.load(weight_at + begin, mask=inside[None, :], other=0.0)
-            x = tl.load(x_at + begin, mask=inside, other=0.0)
-        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    out = tl.sum(total, 1)
-    if SCALED:
-        out = out * tl.load(scale_ptr + expert * HIDDEN + row)
-    tl.store(out_ptr + pair.to(tl.int64) * HIDDEN + column, out.to(out_ptr.dtype.element_ty), mask=column < HIDDEN)
-
-
-@triton.jit
-def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     weight_ptr,
     scale_ptr,
@@ -352,40 +320,52 @@ def _down_sum_direct_kernel(  # type: ignore[no-untyped-def]
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     SLOTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Down and combine in one, for one token: residual + the weighted sum over its pairs."""
+    """ROWS values, one a warp, of one pair; with SUM of one token, down and combine in one: residual + the weighted sum over its pairs,
+    SLOTS of them."""
     let_next_start(PDL)
-    wait_for_earlier(PDL)
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, ROWS)
+    column = tl.program_id(0) * ROWS + lane
     row = tl.where(column < HIDDEN, column, 0)
-    depth = tl.arange(0, BLOCK_K)
-    total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    depth = tl.arange(0, BLOCK_K)[None, :]
+    same = lane[:, None] * 0 + depth
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    wait_for_earlier(PDL)
+    numbers = ()
+    shares = ()
     for slot in tl.static_range(SLOTS):
-        pair = token * SLOTS + slot
-        expert = tl.load(chosen_ptr + pair).to(tl.int64)
-        share = tl.load(weights_ptr + pair).to(tl.float32)
-        weight_at = weight_ptr + expert * (HIDDEN * INTER) + row[:, None] * INTER + depth[None, :]
+        numbers += (tl.load(chosen_ptr + first * SLOTS + slot).to(tl.int64),)
+        if SUM:
+            shares += (tl.load(weights_ptr + first * SLOTS + slot).to(tl.float32),)
+    if SUM:
+        residual = tl.load(residual_ptr + first * HIDDEN + row).to(tl.float32)
+    total = tl.zeros([ROWS, BLOCK_K], dtype=tl.float32)
+    for slot in tl.static_range(SLOTS):
+        expert = numbers[slot]
+        x_at = x_ptr + (first * SLOTS + slot) * INTER + same
+        weight_at = weight_ptr + expert * (HIDDEN * INTER) + row[:, None] * INTER + depth
         if SCALED:
             scale = tl.load(scale_ptr + expert * HIDDEN + row)
         for begin in tl.static_range(0, INTER, BLOCK_K):
-            if INTER % BLOCK_K == 0:
-                weight = tl.load(weight_at + begin)
-                x = tl.load(x_ptr + pair * INTER + begin + depth)
-            else:
-                inside = begin + depth < INTER
-                weight = tl.load(weight_at + begin, mask=inside[None, :], other=0.0)
-                x = tl.load(x_ptr + pair * INTER + begin + depth, mask=inside, other=0.0)
-            if SCALED:  # each slot's expert has scales of its own, and all go into one sum
-                weight = weight.to(tl.float32) * scale[:, None]
-            total += weight.to(tl.float32) * (x.to(tl.float32) * share)[None, :]
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = tl.sum(total, 1).to(dtype).to(tl.float32) + tl.load(residual_ptr + token * HIDDEN + row).to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + column, out.to(dtype), mask=column < HIDDEN)
+            weight = block_of(weight_at, begin, depth, INTER, BLOCK_K).to(tl.float32)
+            x = block_of(x_at, begin, depth, INTER, BLOCK_K).to(tl.float32)
+            if SUM:
+                if SCALED:  # each slot's expert has scales of its own, and all go into one sum
+                    weight = weight * scale[:, None]
+                x = x * shares[slot]
+            total += weight * x
+    out = tl.sum(total, 1)
+    if SUM:
+        out = out.to(dtype).to(tl.float32) + residual
+    elif SCALED:
+        out = out * tl.load(scale_ptr + numbers[0] * HIDDEN + row)
+    tl.store(out_ptr + first * HIDDEN + column, out.to(dtype), mask=column < HIDDEN)
 
 
 @triton.jit
@@ -512,20 +492,7 @@ def experts(
     out = x.new_empty(pairs, hidden)
     if tokens <= DIRECT_TOKENS:
         _gate_up_direct(x, chosen, gate_up, scales, inner, norm_weight, eps)
-        _down_direct_kernel[(triton.cdiv(hidden, 16), pairs)](
-            inner,
-            down,
-            second_scale,
-            out,
-            chosen,
-            hidden,
-            inter,
-            16,
-            depth_block(inter, 256),
-            scales is not None,
-            num_warps=4,
-            **dependent_launch.options(x),
-        )
+        _down_direct(inner, chosen.view(-1, 1), down, scales, out)
         return out
     block_m, first, second = tiles(tokens, slots, groups, x.dtype)
     pair_table, expert_table = align(chosen, groups=groups, block_m=block_m)
@@ -587,32 +554,14 @@ def experts_sum(
     """x + the weighted sum of the experts of its norm, [N, hidden]: `experts` and `combine` with x as residual, for any N; where N is at
     most DIRECT_TOKENS in one kernel less."""
     tokens, slots = chosen.shape
-    _, hidden, inter = down.shape
     if tokens > DIRECT_TOKENS:
         parts = experts(x, chosen, gate_up, down, scales=scales, norm_weight=norm_weight, eps=eps)
         return combine(parts, weights, residual=x)[0]
     _check(x, chosen, gate_up, down, scales)
-    inner = x.new_empty(tokens * slots, inter)
+    inner = x.new_empty(tokens * slots, down.shape[2])
     _gate_up_direct(x, chosen, gate_up, scales, inner, norm_weight, eps)
     out = torch.empty_like(x)
-    columns, warps = (8, 4) if hidden >= 2048 else (4, 2)
-    _down_sum_direct_kernel[(triton.cdiv(hidden, columns), tokens)](
-        inner,
-        down,
-        down if scales is None else scales[1],
-        out,
-        weights,
-        chosen,
-        x,
-        hidden,
-        inter,
-        slots,
-        columns,
-        depth_block(inter, 256),
-        scales is not None,
-        num_warps=warps,
-        **dependent_launch.options(x),
-    )
+    _down_direct(inner, chosen, down, scales, out, weights, x)
     return out
 
 
@@ -626,7 +575,8 @@ def _gate_up_direct(
     eps: float,
 ) -> None:
     hidden, (pairs, inter) = x.shape[1], inner.shape
-    _gate_up_direct_kernel[(triton.cdiv(inter, 8), pairs)](
+    warps, turns = 4, 2 if hidden <= 1024 else 1
+    _gate_up_direct_kernel[(triton.cdiv(inter, warps * turns), pairs)](
         x,
         x if norm_weight is None else norm_weight,
         gate_up,
@@ -637,12 +587,47 @@ def _gate_up_direct(
         hidden,
         inter,
         chosen.shape[1],
-        8,
-        depth_block(hidden, 512),
+        warps,
+        turns,
+        depth_block(hidden, 256),
         norm_weight is not None,
         scales is not None,
-        num_warps=4,
+        num_warps=warps,
         **dependent_launch.options(x),
+    )
+
+
+def _down_direct(
+    inner: torch.Tensor,
+    chosen: torch.Tensor,
+    down: torch.Tensor,
+    scales: Scales | None,
+    out: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """inner [N * slots, inter], chosen [N, slots] → out [N, hidden]. Without weights and residual there is one slot."""
+    tokens, slots = chosen.shape
+    hidden, inter = down.shape[1:]
+    assert (weights is not None and residual is not None) or slots == 1
+    warps = 4
+    _down_direct_kernel[(triton.cdiv(hidden, warps), tokens)](
+        inner,
+        down,
+        down if scales is None else scales[1],
+        out,
+        inner if weights is None else weights,
+        chosen,
+        inner if residual is None else residual,
+        hidden,
+        inter,
+        slots,
+        warps,
+        depth_block(inter, 256),
+        scales is not None,
+        weights is not None,
+        num_warps=warps,
+        **dependent_launch.options(inner),
     )
 
 

@@ -2,7 +2,7 @@
 """device_sampler.sample in one Triton kernel: one program a row, the row in registers, thresholds by search instead of a sort.
 
 Imports triton: only reached on a GPU. A score's bits, mapped to integers of the same order, are searched for the lowest score that
-top_k, then top_p leave in: at most 16 turns of sums over the row each, where a sort of 4,096 scores takes 78 exchanges.
+top_k, then top_p leave in: at most 16 turns of sums over the row each, mostly a few, where a sort of 4,096 scores takes 78 exchanges.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ def _add_each(a, b, c, x, y, z):  # type: ignore[no-untyped-def]  # triton reads
 
 
 @triton.jit
-def _threshold(key, weight, bound, low):  # type: ignore[no-untyped-def]
-    """The lowest key t from `low` on for which the weight above t is less than `bound`: three sums at once, each turn a quarter."""
+def _threshold(key, weight, bound, low, high):  # type: ignore[no-untyped-def]
+    """The lowest key t from `low` to `high` for which the weight above t is less than `bound`: three sums at once, each turn a quarter.
+    Nothing lies above `high`."""
     low = low.to(tl.int64)
-    high = tl.max(key, 0).to(tl.int64)
+    high = high.to(tl.int64)
     while low < high:
         span = high - low
         first = low + (span >> 2)
@@ -48,7 +49,22 @@ def _threshold(key, weight, bound, low):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def drawn(score, columns, inside, heat, k, p, seed, draw, BFLOAT16: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def noise(columns, seed, draw, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gumbel's, float32 [BLOCK], as device_sampler.gumbel has it."""
+    zero = tl.zeros((BLOCK,), dtype=tl.uint32)
+    word, _, _, _ = tl.philox(
+        seed,
+        columns.to(tl.uint32),
+        zero + (draw & 0xFFFFFFFF).to(tl.uint32),
+        zero + ((draw >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        zero,
+    )
+    uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+    return -tl.log(tl.maximum(-tl.log(uniform), 1e-20))
+
+
+@triton.jit
+def drawn(score, gumbel, inside, heat, k, p, BFLOAT16: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The column drawn from one row of scores, float32 [BLOCK], -inf where not `inside`; BFLOAT16: they were of that dtype."""
     if heat > 0:
         score = tl.div_rn(score, heat) + 0.0  # -0 and 0 are one score
@@ -56,25 +72,23 @@ def drawn(score, columns, inside, heat, k, p, seed, draw, BFLOAT16: tl.constexpr
         key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
         if BFLOAT16:
             key = tl.where(heat == 1.0, key >> 16, key)  # the lower half says nothing: half the turns
-        least = tl.min(key, 0)
+        most = tl.max(key, 0)
+        # Of the best of 64 parts of the row the least: 64 scores are no lower. Where top_k is no more, the search begins there, near
+        # its end.
+        PARTS: tl.constexpr = 64 if BLOCK >= 128 else 1
+        if (k > 0) & (k <= PARTS):
+            least = tl.min(tl.max(tl.reshape(key, (PARTS, BLOCK // PARTS), can_reorder=True), 1), 0)
+        else:
+            least = tl.min(key, 0)
         if k > 0:
             ones = tl.where(inside, 1.0, 0.0)
-            least = _threshold(key, ones, k.to(tl.float32), least)
+            least = _threshold(key, ones, k.to(tl.float32), least, most)
             score = tl.where(key >= least, score, float("-inf"))
         if p < 1:
             mass = tl.exp(score - tl.max(score, 0))
-            nucleus = _threshold(key, mass, p * tl.sum(mass, 0), least)
+            nucleus = _threshold(key, mass, p * tl.sum(mass, 0), least, most)
             score = tl.where(key >= nucleus, score, float("-inf"))
-        zero = tl.zeros((BLOCK,), dtype=tl.uint32)
-        word, _, _, _ = tl.philox(
-            seed,
-            columns.to(tl.uint32),
-            zero + (draw & 0xFFFFFFFF).to(tl.uint32),
-            zero + ((draw >> 32) & 0xFFFFFFFF).to(tl.uint32),
-            zero,
-        )
-        uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
-        score = score - tl.log(tl.maximum(-tl.log(uniform), 1e-20))
+        score = score + gumbel
     return tl.argmax(tl.where(inside, score, float("-inf")), 0).to(tl.int64)
 
 
@@ -98,18 +112,12 @@ def _sample(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, BLOCK)
     inside = columns < vocab
     score = tl.load(scores + row * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-    best = drawn(
-        score,
-        columns,
-        inside,
-        tl.load(temperature + row),
-        tl.load(top_k + row),
-        tl.load(top_p + row),
-        tl.load(seeds + row),
-        tl.load(draws + row),
-        scores.dtype.element_ty == tl.bfloat16,
-        BLOCK,
-    )
+    heat = tl.load(temperature + row)
+    gumbel = tl.zeros((BLOCK,), dtype=tl.float32)
+    if heat > 0:
+        gumbel = noise(columns, tl.load(seeds + row), tl.load(draws + row), BLOCK)
+    is_bfloat16: tl.constexpr = scores.dtype.element_ty == tl.bfloat16
+    best = drawn(score, gumbel, inside, heat, tl.load(top_k + row), tl.load(top_p + row), is_bfloat16, BLOCK)
     tl.store(out + row, best)
 
 
@@ -188,7 +196,12 @@ def sample(
         scores.stride(0),
         vocab,
         BLOCK=block,
-        num_warps=8 if block > 2048 else 4,
+        num_warps=warps_of(block),
         **dependent_launch.options(scores),
     )
     return out
+
+
+def warps_of(block: int) -> int:
+    """Warps of a program that draws from a row of `block` scores: the row alone keeps a multiprocessor busy."""
+    return min(8, max(1, block // 256))

@@ -142,11 +142,7 @@ class CodePredictor:
         rows = len(codes)
         self.cache.reset(rows)
         frames = triton_frames.Frames(codes, embedded, self.groups)
-        if rows == 1:  # the kernels for one row, twice, are faster than those for two
-            self._fused_layers(hidden, 1)
-            x = self._fused_layers(embedded, 1)
-        else:
-            x = self._fused_layers(torch.stack((hidden, embedded), dim=1).view(2 * rows, -1), 2)[1::2].contiguous()
+        x = self._fused_layers(torch.stack((hidden, embedded), dim=1).view(2 * rows, -1), 2)[1::2].contiguous()
         top_k, top_p = SAMPLED.top_k or 0, SAMPLED.top_p or 1.0
         for group, (table, head) in enumerate(zip(self.embeddings, self.heads, strict=True), start=1):
             if group > 1:

@@ -16,7 +16,7 @@ import triton.language as tl
 from omni_bus.stages.ar import dependent_launch
 from omni_bus.stages.ar.dependent_launch import let_next_start, wait_for_earlier
 from omni_bus.stages.ar.program import StepTensors
-from omni_bus.stages.ar.triton_sampler import drawn
+from omni_bus.stages.ar.triton_sampler import drawn, noise, warps_of
 
 
 @triton.jit
@@ -149,25 +149,26 @@ def _choose(  # type: ignore[no-untyped-def]
     LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: its code `group` drawn from its scores; the sum of embeddings goes from pass to pass in float32."""
+    """One row: its code `group` drawn from its scores; the sum of embeddings goes from pass to pass in float32. Seeds, draws and
+    temperatures are what they are since before the step began: so the noise is made while the scores are."""
     let_next_start(PDL)
-    wait_for_earlier(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < VOCAB
     place = tl.arange(0, HIDDEN_BLOCK)
     mask = place < HIDDEN
     dtype: tl.constexpr = vector_ptr.dtype.element_ty
+    heat = tl.where(tl.load(temperature_ptr + row) > 0, 1.0, 0.0)
+    gumbel = noise(column, tl.load(seeds_ptr + row), tl.load(draws_ptr + row) * GROUPS + group, BLOCK)
+    wait_for_earlier(PDL)
     score = tl.load(scores_ptr + row * VOCAB + column, mask=inside, other=float("-inf")).to(tl.float32)
     if FIRST:
         total = tl.load(embedded_ptr + row * HIDDEN + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(frame_ptr + row * GROUPS, tl.load(code0_ptr + row))
     else:
         total = tl.load(sums_ptr + row * HIDDEN + place, mask=mask, other=0.0)
-    heat = tl.where(tl.load(temperature_ptr + row) > 0, 1.0, 0.0)
-    draw = tl.load(draws_ptr + row) * GROUPS + group
     is_bfloat16: tl.constexpr = scores_ptr.dtype.element_ty == tl.bfloat16
-    code = drawn(score, column, inside, heat, k, p, tl.load(seeds_ptr + row), draw, is_bfloat16, BLOCK)
+    code = drawn(score, gumbel, inside, heat, k, p, is_bfloat16, BLOCK)
     tl.store(frame_ptr + row * GROUPS + group, code)
     vector = tl.load(table_ptr + code * HIDDEN + place, mask=mask, other=0.0)
     total += vector.to(tl.float32)
@@ -275,7 +276,7 @@ class Frames:
             HIDDEN_BLOCK=triton.next_power_of_2(hidden),
             FIRST=group == 1,
             LAST=group == groups - 1,
-            num_warps=8 if block > 2048 else 4,
+            num_warps=warps_of(block),
             **dependent_launch.options(scores),
         )
         return vector
