@@ -12,18 +12,8 @@ from omni_bus.sampling import SamplingParams
 from omni_bus.stages.contract import Chunk, StageRequest
 from omni_bus.stages.qwen3_omni.payloads import ThinkerTokens
 from tests.support.qwen3_omni import CASES, Expected, Reference, options
-from tests.support.stage_pipeline import StagePipeline, Trace
-
-
-def run(pipeline: StagePipeline, name: str, request: RequestOptions) -> Trace:
-    trace = pipeline.submit(len(pipeline.traces), *CASES[name].chat(), options=request)
-    pipeline.run()
-    assert trace.error is None
-    return trace
-
-
-def frames(trace: Trace) -> list[list[int]]:
-    return [output.tensors["codes"][0].tolist() for output in trace.chunks["talker->code2wav"] if output.payload.count]
+from tests.support.qwen3_traces import frames, run
+from tests.support.stage_pipeline import StagePipeline
 
 
 def talker_options(request: RequestOptions, **talker: object) -> RequestOptions:

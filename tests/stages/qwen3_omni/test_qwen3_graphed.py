@@ -14,6 +14,7 @@ from omni_bus.events import RequestOptions
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
 from tests.support.qwen3_omni import CASES, MAX_FRAMES, MAX_TEXT, Expected, options
+from tests.support.qwen3_traces import codes, run, text_tokens
 from tests.support.stage_pipeline import StagePipeline, Trace
 
 STAGES = ("processor", "thinker", "talker")
@@ -26,23 +27,6 @@ def graphed(omni_checkpoint: pathlib.Path) -> StagePipeline:
     return StagePipeline(
         load_pipeline("qwen3_omni"), str(omni_checkpoint), STAGES, options={"thinker": plain, "talker": plain}, max_batch=12
     )
-
-
-def text_tokens(trace: Trace) -> list[int]:
-    return [token for payload in trace.payloads("thinker->talker") for token in payload.token_ids]
-
-
-def codes(trace: Trace) -> torch.Tensor:
-    """int64 [16, frames]."""
-    frames = [output.tensors["codes"] for output in trace.chunks.get("talker->code2wav", []) if output.payload.count]
-    return torch.cat(frames).T.long() if frames else torch.zeros(16, 0, dtype=torch.int64)
-
-
-def run(pipeline: StagePipeline, name: str, request: RequestOptions) -> Trace:
-    trace = pipeline.submit(len(pipeline.traces), *CASES[name].chat(), options=request)
-    pipeline.run()
-    assert trace.error is None
-    return trace
 
 
 def staggered(pipeline: StagePipeline, requests: dict[str, RequestOptions]) -> dict[str, Trace]:

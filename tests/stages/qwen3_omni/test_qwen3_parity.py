@@ -12,17 +12,8 @@ from omni_bus.events import RequestOptions
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
 from tests.support.qwen3_omni import CASES, Expected, Reference, options
+from tests.support.qwen3_traces import codes, text_tokens
 from tests.support.stage_pipeline import StagePipeline, Trace
-
-
-def text_tokens(trace: Trace) -> list[int]:
-    return [token for payload in trace.payloads("thinker->talker") for token in payload.token_ids]
-
-
-def codes(trace: Trace) -> torch.Tensor:
-    """int64 [16, frames]."""
-    frames = [output.tensors["codes"] for output in trace.chunks.get("talker->code2wav", []) if output.payload.count]
-    return torch.cat(frames).T.long() if frames else torch.zeros(16, 0, dtype=torch.int64)
 
 
 def check(trace: Trace, expected: Expected) -> None:

@@ -17,6 +17,7 @@ from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
 from omni_bus.stages.qwen3_omni.processor import Processor
 from tests.support.qwen3_omni import CASES, Reference, options
+from tests.support.qwen3_traces import frames, text_tokens
 from tests.support.stage_pipeline import StagePipeline, Trace
 
 WORDS = "Grüße, 世界! <|im_end|> Stop.\n"
@@ -70,25 +71,17 @@ def answer(pipeline: StagePipeline, name: str, tokens: Sequence[int], monkeypatc
     return trace
 
 
-def frames(trace: Trace) -> list[list[int]]:
-    return [output.tensors["codes"][0].tolist() for output in trace.chunks["talker->code2wav"] if output.payload.count]
-
-
-def heard(trace: Trace) -> list[int]:
-    return [token for payload in trace.payloads("thinker->talker") for token in payload.token_ids]
-
-
 @pytest.mark.parametrize("name", ["text", "audios", "mixture"])
 def test_given_words_are_spoken_as_the_same_words_of_the_thinker(
     name: str, pipeline: StagePipeline, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = say(pipeline, name, WORDS)
-    tokens = heard(given)
+    tokens = text_tokens(given)
     assert tokens[-1] == reference.config.im_end_token_id and reference.tokenizer.decode(tokens[:-1]) == WORDS
     assert not set(tokens[:-1]) & set(reference.tokenizer.added_tokens_decoder)
     made = answer(pipeline, name, tokens, monkeypatch)
     assert frames(given) == frames(made) and len(frames(given)) > 3
-    assert heard(made) == tokens
+    assert text_tokens(made) == tokens
     text, words = (
         [(delta.text, delta.token_ids, delta.finish_reason) for delta in trace.payloads("thinker->client")]
         for trace in (given, made)
