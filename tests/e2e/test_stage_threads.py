@@ -82,16 +82,16 @@ def test_one_that_cannot_go_on_ends_all_and_they_come_back_together(probe: Serve
     eventually(lambda: said in probe.stderr, 60, "it is told what ended")
 
     def back() -> bool:
-        found = replicas(probe)
-        return {one["state"] for one in found} == {"ready"} and {one["pid"] for one in found} == {
-            probe.processes()["all.0"].pid
-        } != {before}
+        process, found = probe.processes().get("all.0"), replicas(probe)
+        return process is not None and {(one["state"], one["pid"]) for one in found} == {("ready", process.pid)} != {
+            ("ready", before)
+        }
 
     eventually(lambda: probe.ready() and back(), 90, "all three are ready in another process")
     assert probe.answer("back", audio=True).split() == ["back"]
 
 
-def test_they_are_scaled_drained_and_replaced_together(probe: Server) -> None:
+def test_they_are_scaled_and_drained_together(probe: Server) -> None:
     with ClosedLoop(probe, 8, "a b c d", spoken("a", "b", "c", "d")) as load:
         eventually(lambda: load.answered > 8 or load.failures != [], 60, "the load runs")
         assert done(probe, "scale", "relay", "2")[-1] == "stages source, relay, sink (one process): 2 replicas"
@@ -101,11 +101,10 @@ def test_they_are_scaled_drained_and_replaced_together(probe: Server) -> None:
             "all.0 has left",
             "stages source, relay, sink (one process): 1 replica",
         ]
-        assert workers(probe) == {f"{stage}.1": "ready" for stage in STAGES}
-        assert [line for line in done(probe, "restart", "--rolling") if line.endswith("has left")] == ["all.1 has left"]
+        eventually(lambda: load.answered > 24 or load.failures != [], 60, "it goes on")
     assert load.failures == []
-    assert workers(probe) == {f"{stage}.0": "ready" for stage in STAGES}
-    assert "all.0 is the only replica of stages source, relay, sink" in refused(probe, "drain", "relay.0")
+    assert workers(probe) == {f"{stage}.1": "ready" for stage in STAGES}
+    assert "all.1 is the only replica of stages source, relay, sink" in refused(probe, "drain", "relay.1")
 
 
 def test_qwen3_omni_says_the_same_as_in_processes_of_its_own(

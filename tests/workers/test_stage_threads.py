@@ -179,13 +179,17 @@ def test_the_timer_of_a_process_is_set_for_the_loop_that_is_due_first(monkeypatc
     monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **said: armed.append(seconds))
     monkeypatch.setattr(watchdog, "_due", {})
 
-    def another(*calls: Callable[[], None]) -> None:
-        thread = threading.Thread(target=lambda: [call() for call in calls])
+    def run(*calls: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: [call() for call in calls], daemon=True)
         thread.start()
-        thread.join(PATIENCE_S)
+        return thread
 
+    looked, done = threading.Event(), threading.Event()
     watchdog.Watchdog(1000.0).looked()
-    another(watchdog.Watchdog(5000.0).looked)
-    another(watchdog.Watchdog(500.0).looked, watchdog.loop_is_over)
-    another(watchdog.loop_is_over)  # of a loop without a limit
+    slow = run(watchdog.Watchdog(5000.0).looked, looked.set, lambda: done.wait(PATIENCE_S))
+    assert looked.wait(PATIENCE_S)
+    run(watchdog.Watchdog(500.0).looked, watchdog.loop_is_over).join(PATIENCE_S)
+    run(watchdog.loop_is_over).join(PATIENCE_S)  # of a loop without a limit
+    done.set()
+    slow.join(PATIENCE_S)
     assert [round(seconds, -2) for seconds in armed] == [1000, 1000, 500, 1000]
