@@ -10,7 +10,7 @@ MINUTES ?= 8
 SEED ?= 1
 SOAK ?= qwen3-omni-tiny
 # Tests that only compute. They run beside the others, which start servers and wait for them, and give way to these.
-COMPUTES := tests/stages tests/deploy
+COMPUTES := tests/stages tests/deploy $(addprefix tests/bench/,test_simulation.py test_whole_check.py test_fp8_error.py)
 
 .PHONY: demo test soak lint format setup setup-test setup-clients setup-browser clean help
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import pathlib
 import re
@@ -26,6 +27,15 @@ WORDS = "!repeat:40"
 SPOKEN = "".join(f"{number} " for number in range(40))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Door:
+    """A server without a relay of its own: `base` holds the keys with which one is brought to `broker`."""
+
+    server: Server
+    base: pathlib.Path
+    broker: str
+
+
 @pytest.fixture
 def base() -> Iterator[pathlib.Path]:
     """Short: sockets lie below it."""
@@ -44,6 +54,26 @@ def new_config(base: pathlib.Path, *, relays: int = 0) -> pathlib.Path:
 def replicas(server: Server, stage: str = "relay") -> list[dict[str, object]]:
     [found] = [entry for entry in server.get("/v1/status")["stages"] if entry["name"] == stage]
     return list(found["replicas"])
+
+
+@pytest.fixture(scope="module")
+def module_door() -> Iterator[Door]:
+    with tempfile.TemporaryDirectory(prefix="ob-") as directory:
+        base = pathlib.Path(directory)
+        config = new_config(base)
+        with started(config) as server:
+            with bringing(base, broker_of(config)) as worker:
+                server.wait_ready(120)
+                assert worker.stop() == 0
+            yield Door(server, base, broker_of(config))
+            server.stop()
+
+
+@pytest.fixture
+def door(module_door: Door) -> Door:
+    """The same for every test, which brings its own relays."""
+    eventually(lambda: not replicas(module_door.server), 60, "nothing is left of the test before")
+    return module_door
 
 
 def speaks(server: Server) -> None:
@@ -104,17 +134,17 @@ def test_a_model_divided_over_two_hosts_says_what_it_says_on_one(base: pathlib.P
         assert answers(server) == divided
 
 
-def test_ctrl_c_lets_a_running_answer_finish_and_a_second_one_does_not(base: pathlib.Path) -> None:
-    config = new_config(base)
-    with started(config) as server, ThreadPoolExecutor(1) as thread:
+def test_ctrl_c_lets_a_running_answer_finish_and_a_second_one_does_not(door: Door) -> None:
+    server = door.server
+    with ThreadPoolExecutor(1) as thread:
         slow = "!sleep:relay:300 " * 10 + "end"
-        with bringing(base, broker_of(config)) as worker:
-            server.wait_ready(120)
+        with bringing(door.base, door.broker) as worker:
+            eventually(server.ready, 120, "the server is ready")
             answer = thread.submit(server.chat, slow, audio=True)
             eventually(lambda: any(replica["requests"] for replica in replicas(server)), 20, "the answer has begun")
             assert worker.stop() == 0
             assert answer.result(PATIENCE_S)["choices"][0]["message"]["content"].endswith("end ")
-        with bringing(base, broker_of(config)) as worker:
+        with bringing(door.base, door.broker) as worker:
             worker.wait_said("is ready")
             answer = thread.submit(server.chat, "!hang:relay", audio=True)
             eventually(lambda: any(replica["requests"] for replica in replicas(server)), 20, "the answer has begun")
@@ -124,19 +154,13 @@ def test_ctrl_c_lets_a_running_answer_finish_and_a_second_one_does_not(base: pat
             assert worker.stop() == 0
             with pytest.raises(urllib.error.HTTPError):
                 answer.result(60)
-        server.stop()
 
 
 def test_an_operator_drains_one_of_another_host_and_it_stays_away(
-    base: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    door: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = new_config(base)
-    with (
-        started(config) as server,
-        ThreadPoolExecutor(1) as thread,
-        bringing(base, broker_of(config), "--replicas", "2") as worker,
-    ):
-        server.wait_ready(120)
+    server = door.server
+    with ThreadPoolExecutor(1) as thread, bringing(door.base, door.broker, "--replicas", "2") as worker:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(server.run_base))
         monkeypatch.setenv("OMNI_BUS_URL", server.url)
         worker.wait_said("is ready", times=2)
@@ -165,20 +189,19 @@ def test_an_operator_drains_one_of_another_host_and_it_stays_away(
         assert main(["drain", f"{left[:-1]}7"]) == 2
         assert f'there is no worker "{left[:-1]}7" (did you mean "{left}"?)' in capsys.readouterr().err
 
-        with bringing(base, broker_of(config)) as another:
+        with bringing(door.base, door.broker) as another:
             another.wait_said("is ready")
             eventually(lambda: [r["state"] for r in replicas(server)] == ["ready"] * 2, 60, "another serves")
             assert main(["drain", left]) == 0
             assert worker.process.wait(PATIENCE_S) == 0, "the command has nothing left to bring"
             speaks(server)
             assert another.stop() == 0
-        server.stop()
 
 
-def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(base: pathlib.Path) -> None:
-    config = new_config(base)
-    with started(config) as server, ThreadPoolExecutor(1) as thread, bringing(base, broker_of(config)) as worker:
-        server.wait_ready(120)
+def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(door: Door) -> None:
+    server = door.server
+    with ThreadPoolExecutor(1) as thread, bringing(door.base, door.broker) as worker:
+        eventually(server.ready, 120, "the server is ready")
         answer = thread.submit(server.chat, "word !hang:relay", audio=True, stream=False)
         eventually(lambda: any(replica["requests"] for replica in replicas(server)), 20, "the answer has begun")
         [process] = worker.workers()
@@ -190,7 +213,6 @@ def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(bas
         assert "SIGKILL" in worker.said
         speaks(server)
         assert worker.stop() == 0
-        server.stop()
 
 
 def test_workers_come_back_to_a_broker_that_died_and_to_another_server(base: pathlib.Path) -> None:
@@ -209,16 +231,16 @@ def test_workers_come_back_to_a_broker_that_died_and_to_another_server(base: pat
             eventually(lambda: not replicas(another), 20, "the worker is gone")
 
 
-def test_a_cut_wire_ends_its_requests_by_name_and_a_healed_one_serves(base: pathlib.Path) -> None:
-    config = new_config(base)
-    with started(config) as server, ThreadPoolExecutor(1) as thread:
+def test_a_cut_wire_ends_its_requests_by_name_and_a_healed_one_serves(door: Door) -> None:
+    server = door.server
+    with ThreadPoolExecutor(1) as thread:
 
         async def through_a_wire() -> None:
             loop = asyncio.get_running_loop()
-            async with Wire(int(broker_of(config).rsplit(":", 1)[1])) as line:
+            async with Wire(int(door.broker.rsplit(":", 1)[1])) as line:
                 port = str(free_port())
-                with bringing(base, f"tcp://127.0.0.1:{line.port}", "--data-port", port) as worker:
-                    await asyncio.to_thread(server.wait_ready, 120)
+                with bringing(door.base, f"tcp://127.0.0.1:{line.port}", "--data-port", port) as worker:
+                    await asyncio.to_thread(eventually, server.ready, 120, "the server is ready")
                     answer = loop.run_in_executor(thread, lambda: server.chat("word !hang:relay", audio=True))
                     await asyncio.to_thread(
                         eventually, lambda: any(r["requests"] for r in replicas(server)), 20, "the answer has begun"
@@ -234,7 +256,6 @@ def test_a_cut_wire_ends_its_requests_by_name_and_a_healed_one_serves(base: path
                     assert await asyncio.to_thread(worker.stop) == 0
 
         asyncio.run(asyncio.wait_for(through_a_wire(), 240))
-        server.stop()
 
 
 def listened_on(processes: Iterable[psutil.Process]) -> set[int]:
