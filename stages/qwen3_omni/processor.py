@@ -10,8 +10,9 @@ from collections.abc import Generator, Iterable, Mapping
 import numpy as np
 import torch
 
-from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, PromptTooLong, StageFailed
+from omni_bus.errors import InvalidRequest, ModelRefused, OmniBusError, PromptTooLong
 from omni_bus.payloads import ChatInput, MediaPart
+from omni_bus.stages import failures
 from omni_bus.stages.contract import (
     Chunk,
     Consumed,
@@ -157,7 +158,8 @@ class ProcessorStage(WokenByEvents):
         except Exception as error:  # a request that breaks its own preparation must not fail the others in this stage
             log.exception("request %d: preparing the prompt failed", request)
             del self._jobs[request]
-            return [StageError(request, StageFailed(f"the prompt could not be prepared ({type(error).__name__})").info())]
+            told = failures.for_client(error, f"the prompt could not be prepared ({type(error).__name__})")
+            return [StageError(request, told.info())]
         self._ready.append(request)
         return []
 

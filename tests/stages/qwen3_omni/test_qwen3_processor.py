@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,3 +312,21 @@ def test_a_paused_request_waits_and_the_others_go_on(omni_pipeline: StagePipelin
 def test_spec_names_voices_with_transformers_default_first(omni_checkpoint: pathlib.Path) -> None:
     spec = load_pipeline("qwen3_omni")
     assert spec.voices(str(omni_checkpoint)) == ("ethan", "aiden", "chelsie")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(MemoryError("/srv/model"), "out_of_memory"), (ValueError("/srv/model"), "stage_failed")]
+)
+def test_what_breaks_a_preparation_is_told_by_its_kind(
+    error: Exception, code: str, omni_pipeline: StagePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **wanted: Any) -> Any:
+        raise error
+
+    stage = omni_pipeline.stages["processor"]
+    trace = omni_pipeline.submit(len(omni_pipeline.traces), *CASES["text"].chat(), options=RequestOptions())
+    with monkeypatch.context() as patch:
+        patch.setattr(stage._processor, "prepare_in_steps", broken)  # type: ignore[attr-defined]
+        omni_pipeline.run()
+    assert trace.error is not None and trace.error.code == code and "/srv" not in trace.error.message
+    assert not stage.has_work()
