@@ -108,6 +108,7 @@ TINY = {
 def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "small operators equal their plain forms", small_operators
     yield "linear layers of few rows", few_rows
+    yield "linear layers of small batches", small_batches
     yield "routing", routing
     for dtype in (torch.float32, torch.bfloat16):
         for name, config in (("thinker", THINKER), ("talker", TALKER)):
@@ -118,6 +119,7 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"a decode step with dependent launches and without: {name}", functools.partial(dependent_step, config)
         yield f"time of a decode step: {name}", functools.partial(decode_time, config, real)
     yield "time of a row's linear layers by tile", one_row_tiles
+    yield "time of the code predictor's linear layers by batch", small_batch_times
     yield "time of the thinker's prefill, and where grouped products take over", prefill_time
     yield "time of the mixture's two products by tile", tile_times
 
@@ -169,26 +171,37 @@ def small_operators() -> str:
 
 @torch.no_grad()
 def few_rows() -> str:
-    """Linear layers of a decode step of few rows, with norm, gate, bias and residual on the way, against float32."""
     from omni_bus.stages.ar import triton_linear
 
+    return _linear_layers(triton_linear.linear, (1, 2, 3, 4))
+
+
+@torch.no_grad()
+def small_batches() -> str:
+    from omni_bus.stages.ar import triton_small_linear
+
+    return _linear_layers(triton_small_linear.linear, (2, 5, 8, 16, 17, 32, 64))
+
+
+def _linear_layers(ours_of: Callable[..., torch.Tensor], batches: tuple[int, ...]) -> str:
+    """Linear layers of decode steps, with norm, gate, bias and residual on the way, against float32."""
     torch.manual_seed(4)
     linear = torch.nn.functional.linear
     worst = {torch.float32: 0.0, torch.bfloat16: 0.0}
     for dtype in worst:
         errors = []
         shapes = ((2048, 5120), (4096, 2048), (2048, 128), (1024, 3072), (3072, 1024), (40, 24))
-        for (inputs, outputs), rows in itertools.product(shapes, (1, 2, 3, 4)):
+        for (inputs, outputs), rows in itertools.product(shapes, batches):
             x, norm = randn(rows, inputs, dtype=dtype), randn(inputs, dtype=dtype)
             weight = randn(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
             double = randn(2 * outputs, inputs, dtype=dtype, scale=inputs**-0.5)
             bias, residual = randn(outputs, dtype=dtype), randn(rows, outputs, dtype=dtype)
             normed = ops.rms_norm_plain(x.float(), norm.float(), 1e-6)
-            ours = triton_linear.linear(x, weight, bias=bias, residual=residual)
+            ours = ours_of(x, weight, bias=bias, residual=residual)
             errors.append(close(ours, (linear(x.float(), weight.float(), bias.float()) + residual.float()).to(dtype)))
-            ours = triton_linear.linear(x, weight, norm_weight=norm, eps=1e-6)
+            ours = ours_of(x, weight, norm_weight=norm, eps=1e-6)
             errors.append(close(ours, linear(normed, weight.float()).to(dtype)))
-            ours = triton_linear.linear(x, double, norm_weight=norm, eps=1e-6, gated=True)
+            ours = ours_of(x, double, norm_weight=norm, eps=1e-6, gated=True)
             errors.append(close(ours, ops.silu_mul_plain(linear(normed, double.float())).to(dtype)))
         worst[dtype] = max(errors)
     return f"largest error: float32 {worst[torch.float32]:.1e}, bfloat16 {worst[torch.bfloat16]:.1e}"
@@ -345,6 +358,11 @@ def captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def run_all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
 def graph_ms(step: Callable[[], object], replays: int = 15) -> float:
     """The median time of a replay of `step`, captured once."""
     return replay_ms(captured(step).replay, replays)
@@ -498,6 +516,36 @@ def one_row_tiles() -> str:
                 words.append(f"{name} {wanted} {ranked[0][1]} {ranked[0][0]:.1f} us, now {str(chosen)[4:]} {now:.1f}")
     finally:
         triton_linear.tile_of = choice
+    return "; ".join(words)
+
+
+@torch.no_grad()
+def small_batch_times() -> str:
+    """Each kind of layer of the code predictor as ordinary products with what stands beside them, by the kernel for few rows and by that
+    for small batches: what ops.STEP_ROWS and ops.SMALL_ROWS should be."""
+    words = []
+    bounds = {"ordinary": (0, 0), "few": (4, 4), "small": (0, 64)}
+    before = ops.STEP_ROWS, ops.SMALL_ROWS
+    try:
+        for inputs, outputs, gated in ((1024, 4096, False), (1024, 3072, True), (2048, 1024, False), (3072, 1024, False)):
+            weights = [randn(outputs * (2 if gated else 1), inputs, scale=inputs**-0.5) for _ in range(12)]
+            norm = randn(inputs)
+            for rows in (1, 2, 4, 8, 16, 32, 64):
+                x, residual = randn(rows, inputs), randn(rows, outputs)
+                if outputs > 1024:
+                    each = [functools.partial(ops.norm_linear, x, norm, 1e-6, weight, gated=gated) for weight in weights]
+                else:
+                    each = [functools.partial(ops.linear_add, x, weight, None, residual) for weight in weights]
+
+                times = {}
+                for name, (ops.STEP_ROWS, ops.SMALL_ROWS) in bounds.items():
+                    if name != "few" or rows <= 4:
+                        times[name] = graph_ms(functools.partial(run_all, each)) / len(each) * 1e3
+                said = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
+                print(f"{inputs} to {outputs}{' gated' if gated else ''}, {rows} rows: {said} us")
+                words.append(f"{inputs}-{outputs} {rows}: {min(times, key=lambda name: times[name])}")
+    finally:
+        ops.STEP_ROWS, ops.SMALL_ROWS = before
     return "; ".join(words)
 
 

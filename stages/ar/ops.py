@@ -15,6 +15,7 @@ import torch.nn.functional as F
 Kernels = Literal["auto", "torch"]
 
 STEP_ROWS = 4  # up to here the kernels of triton_linear.py are faster than the ordinary products
+SMALL_ROWS = 0  # above those and up to here triton_small_linear.py's are
 
 
 def use_triton(x: torch.Tensor, kernels: Kernels) -> bool:
@@ -24,6 +25,11 @@ def use_triton(x: torch.Tensor, kernels: Kernels) -> bool:
 def use_step_form(x: torch.Tensor, kernels: Kernels) -> bool:
     """For x [N, …]: whether linear layers take in what stands before and behind them, in kernels for few rows."""
     return use_triton(x, kernels) and 1 <= len(x) <= STEP_ROWS
+
+
+def use_small_form(x: torch.Tensor, kernels: Kernels) -> bool:
+    """As use_step_form, for the tensor-core kernels of small batches."""
+    return use_triton(x, kernels) and STEP_ROWS < len(x) <= SMALL_ROWS
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: Kernels = "auto") -> torch.Tensor:
@@ -129,11 +135,15 @@ def norm_linear(
     kernels: Kernels = "auto",
 ) -> torch.Tensor:
     """x [N, inputs] → the linear layer of its RMS norm, [N, outputs]. Gated: weight [2 * outputs, inputs] has gates before ups, and the
-    result is silu(gate) * up. The kernel is for a decode step of few rows."""
+    result is silu(gate) * up. The kernels are for decode steps of few rows."""
     if use_step_form(x, kernels):
         from omni_bus.stages.ar import triton_linear
 
         return triton_linear.linear(x.contiguous(), weight, bias=bias, norm_weight=norm_weight, eps=eps, gated=gated)
+    if use_small_form(x, kernels):
+        from omni_bus.stages.ar import triton_small_linear
+
+        return triton_small_linear.linear(x.contiguous(), weight, bias=bias, norm_weight=norm_weight, eps=eps, gated=gated)
     out = F.linear(rms_norm(x, norm_weight, eps, kernels), weight, bias)
     return silu_mul(out, kernels) if gated else out
 
@@ -141,9 +151,13 @@ def norm_linear(
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, kernels: Kernels = "auto"
 ) -> torch.Tensor:
-    """residual [N, outputs] + the linear layer of x [N, inputs]. The kernel is for a decode step of few rows."""
+    """residual [N, outputs] + the linear layer of x [N, inputs]. The kernels are for decode steps of few rows."""
     if use_step_form(x, kernels):
         from omni_bus.stages.ar import triton_linear
 
         return triton_linear.linear(x.contiguous(), weight, bias=bias, residual=residual.contiguous())
+    if use_small_form(x, kernels):
+        from omni_bus.stages.ar import triton_small_linear
+
+        return triton_small_linear.linear(x.contiguous(), weight, bias=bias, residual=residual.contiguous())
     return residual + F.linear(x, weight, bias)
