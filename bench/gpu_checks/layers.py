@@ -439,11 +439,12 @@ def decode_time(config: DecoderConfig, real_layers: int) -> str:
         plain, each = times
         ordinary = ""
         if rows <= ops.STEP_ROWS:
-            most, ops.STEP_ROWS = ops.STEP_ROWS, 0
+            most = ops.STEP_ROWS, ops.FEW_ROWS, ops.SMALL_ROWS
+            ops.STEP_ROWS = ops.FEW_ROWS = ops.SMALL_ROWS = 0
             try:
                 other = graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers
             finally:
-                ops.STEP_ROWS = most
+                ops.STEP_ROWS, ops.FEW_ROWS, ops.SMALL_ROWS = most
             ordinary = f", {other * 1e3:.1f} with ordinary products"
         rate = layer_bytes(config, rows) / each / 1e9
         print(
@@ -522,10 +523,10 @@ def one_row_tiles() -> str:
 @torch.no_grad()
 def small_batch_times() -> str:
     """Each kind of layer of the code predictor as ordinary products with what stands beside them, by the kernel for few rows and by that
-    for small batches: what ops.STEP_ROWS and ops.SMALL_ROWS should be."""
+    for small batches: what ops.FEW_ROWS and ops.SMALL_ROWS should be."""
     words = []
     bounds = {"ordinary": (0, 0), "few": (4, 4), "small": (0, 64)}
-    before = ops.STEP_ROWS, ops.SMALL_ROWS
+    before = ops.FEW_ROWS, ops.SMALL_ROWS
     try:
         for inputs, outputs, gated in ((1024, 4096, False), (1024, 3072, True), (2048, 1024, False), (3072, 1024, False)):
             weights = [randn(outputs * (2 if gated else 1), inputs, scale=inputs**-0.5) for _ in range(12)]
@@ -538,14 +539,14 @@ def small_batch_times() -> str:
                     each = [functools.partial(ops.linear_add, x, weight, None, residual) for weight in weights]
 
                 times = {}
-                for name, (ops.STEP_ROWS, ops.SMALL_ROWS) in bounds.items():
+                for name, (ops.FEW_ROWS, ops.SMALL_ROWS) in bounds.items():
                     if name != "few" or rows <= 4:
                         times[name] = graph_ms(functools.partial(run_all, each)) / len(each) * 1e3
                 said = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
                 print(f"{inputs} to {outputs}{' gated' if gated else ''}, {rows} rows: {said} us")
                 words.append(f"{inputs}-{outputs} {rows}: {min(times, key=lambda name: times[name])}")
     finally:
-        ops.STEP_ROWS, ops.SMALL_ROWS = before
+        ops.FEW_ROWS, ops.SMALL_ROWS = before
     return "; ".join(words)
 
 
