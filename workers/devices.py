@@ -18,12 +18,6 @@ def device_of(deployment: Deployment, stage: str, replica: int) -> str:
 
 
 def threads_of(deployment: Deployment, stages: tuple[str, ...]) -> int:
-    """Torch's intra-op threads for the process that hosts `stages`: the most that one of them asks for, else its part of the cores.
-    One where all run on GPUs: all that their host does is copying, and a copy that is split waits for the slowest thread's next turn
-    on a core."""
+    """Torch's intra-op threads for the process that hosts `stages`: the most that one of them asks for."""
     asked = max(deployment.stages[stage].threads for stage in stages)
-    if asked:
-        return asked
-    if all(device != "cpu" for stage in stages for device in deployment.stages[stage].devices):
-        return 1
-    return max(1, usable_cores() // len(deployment.workers()))
+    return asked or max(1, usable_cores() // len(deployment.workers()))

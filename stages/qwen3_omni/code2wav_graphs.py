@@ -87,8 +87,7 @@ class GraphedDecoder:
                 self._done.synchronize()
         for slot in slots:
             self._turns[slot] ^= 1
-        # numpy copies in this thread; torch would split a copy of this size among threads, which costs far more than it saves.
-        return torch.from_numpy(self._host_out[: count * samples].numpy().copy()).view(count, samples)
+        return self._host_out[: count * samples].view(count, samples).clone()
 
     def state_of(self, slot: int) -> list[torch.Tensor]:
         with self._on_stream():
