@@ -55,7 +55,8 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., outputs, inputs] → codes of the same shape, scales float32 [..., outputs]. A channel of zeros stays one."""
     wide = weight.float()
     # No smaller than the least normal number: below it a division by the scale would overflow.
-    scales = (wide.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    # A product and not a quotient: torch divides by a number on a GPU by multiplying with its inverse, and on a CPU it does not.
+    scales = (wide.abs().amax(-1) * (1.0 / LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)
     codes = (wide / scales[..., None]).clamp(-LARGEST, LARGEST)  # rounding must not lead above what e4m3 holds: that is NaN
     return codes.to(FP8), scales
 
