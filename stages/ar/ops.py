@@ -163,5 +163,5 @@ def linear_add(
     if use_small_batch(x, kernels):
         from omni_bus.stages.ar import triton_small_linear
 
-        return triton_small_linear.linear(x.contiguous(), weight, bias=bias, residual=residual.contiguous())
+        return triton_small_linear.linear_add(x.contiguous(), weight, bias, residual.contiguous())
     return residual + F.linear(x, weight, bias)

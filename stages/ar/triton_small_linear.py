@@ -1,6 +1,5 @@
 # mypy: allow-untyped-decorators, allow-untyped-calls
-"""Triton kernel of linear layers for a decode step of a small batch, on tensor cores: norm, bias, silu(gate)·up and the residual are done
-on the way, as triton_linear.py does them for few rows.
+"""Triton kernel of linear layers with a residual, for a decode step of a small batch, on tensor cores.
 
 A step waits for weights, not for products: while the kernel before still runs, a program asks for its weights to be brought into the L2
 cache (dependent_launch.py).
@@ -35,30 +34,23 @@ def _fetch(at, INPUTS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-
 @triton.jit(do_not_specialize=["rows"])
 def _small_batch_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
-    norm_ptr,
     weight_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
-    eps,
     rows,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     begin_column = tl.program_id(0) * BLOCK_N
     if PDL and OUTPUTS % BLOCK_N == 0:
         _fetch(weight_ptr + begin_column * INPUTS, INPUTS, BLOCK_N)
-        if GATED:
-            _fetch(weight_ptr + (OUTPUTS + begin_column) * INPUTS, INPUTS, BLOCK_N)
     wait_for_earlier(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     member = tl.arange(0, BLOCK_M)
@@ -69,8 +61,6 @@ def _small_batch_kernel(  # type: ignore[no-untyped-def]
     x_at = x_ptr + member[:, None] * INPUTS + depth[None, :]
     weight_at = weight_ptr + row[None, :] * INPUTS + depth[:, None]
     out = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
     for begin in range(0, INPUTS, BLOCK_K):
         inside = begin + depth < INPUTS
         if INPUTS % BLOCK_K == 0:
@@ -79,67 +69,38 @@ def _small_batch_kernel(  # type: ignore[no-untyped-def]
         else:
             x = tl.load(x_at + begin, mask=valid & inside[None, :], other=0.0)
             weight = tl.load(weight_at + begin, mask=inside[:, None], other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            scale = tl.load(norm_ptr + begin + depth, mask=inside, other=0.0).to(tl.float32)
-            x = (wide * scale[None, :]).to(dtype)
         out = tl.dot(x, weight, out, input_precision="ieee")
-        if GATED:
-            if INPUTS % BLOCK_K == 0:
-                up_weight = tl.load(weight_at + OUTPUTS * INPUTS + begin)
-            else:
-                up_weight = tl.load(weight_at + OUTPUTS * INPUTS + begin, mask=inside[:, None], other=0.0)
-            up = tl.dot(x, up_weight, up, input_precision="ieee")
-    if NORM:
-        root = tl.rsqrt(squares / INPUTS + eps)[:, None]
-        out = out * root
-        up = up * root
-    if GATED:
-        out = out / (1.0 + tl.exp(-out)) * up
     if BIAS:
         out += tl.load(bias_ptr + row).to(tl.float32)[None, :]
     at = member[:, None] * OUTPUTS + column[None, :]
     mask = valid & (column < OUTPUTS)[None, :]
-    if ADD:
-        out = out.to(dtype).to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    out = out.to(dtype).to(tl.float32) + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, out.to(dtype), mask=mask)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As triton_linear.linear, for x [N, inputs] of up to MOST_ROWS rows."""
+def linear_add(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    """x [N, inputs] of up to MOST_ROWS rows, weight [outputs, inputs], residual [N, outputs] → residual + x · weightᵀ (+ bias)."""
     rows, inputs = x.shape
-    outputs = len(weight) // 2 if gated else len(weight)
+    outputs = len(weight)
     assert 1 <= rows <= MOST_ROWS and x.is_contiguous(), "this kernel is for a small batch"
     assert weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
-    assert residual is None or (residual.is_contiguous() and residual.shape == (rows, outputs))
+    assert residual.is_contiguous() and residual.shape == (rows, outputs)
     out = x.new_empty(rows, outputs)
-    flags = (norm_weight is not None, gated, bias is not None, residual is not None)
-    tensors = [weight if one is None else one for one in (norm_weight, weight, bias, residual)]
-    block_m = max(16, triton.next_power_of_2(rows))
     wide = x.dtype == torch.float32
     columns = 32 if outputs >= 2048 and not wide else 16
     _small_batch_kernel[(triton.cdiv(outputs, columns),)](
         x,
-        *tensors,
+        weight,
+        weight if bias is None else bias,
+        residual,
         out,
-        eps,
         rows,
         inputs,
         outputs,
-        block_m,
+        max(16, triton.next_power_of_2(rows)),
         columns,
         depth_block(inputs, 32 if wide else 128 if columns == 32 else 256),
-        *flags,
+        bias is not None,
         num_warps=4,
         num_stages=2 if wide else 4,
         **dependent_launch.options(x),
