@@ -10,6 +10,7 @@ from omni_bus import events
 from omni_bus.affinity import Affinity
 from omni_bus.events import RequestOptions, StageLoad
 from omni_bus.registry import Replica, ReplicaState, Worker
+from omni_bus.routing import SAFE_LEAD_S, strain
 from tests.support.bus_script import Bus, deployment
 
 
@@ -35,8 +36,8 @@ class Clients:
         )
 
 
-def load(bus: Bus, worker: str, **figures: int) -> None:
-    bus.handle(worker, events.Heartbeat((StageLoad(stage=worker.rpartition(".")[0], **figures),)))
+def load(bus: Bus, worker: str, **figures: float) -> None:
+    bus.handle(worker, events.Heartbeat((StageLoad(stage=worker.rpartition(".")[0], **figures),)))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -73,6 +74,32 @@ def test_a_replica_without_free_kv_blocks_comes_last(clients: Clients) -> None:
     assert opened(clients, 4) == ["source.1", "source.2"] * 2
     load(clients.bus, "source.0", kv_blocks_used=93, kv_blocks_total=100)
     assert opened(clients, 1) == ["source.0"]
+
+
+def test_a_listener_who_is_near_an_underrun_weighs_until_the_other_replica_is_as_much_busier() -> None:
+    clients = Clients(Bus(deployment(replicas={"source": 2})))
+    load(clients.bus, "source.0", lead_s=0.06)
+    load(clients.bus, "source.1", lead_s=1.0)
+    assert opened(clients, 4) == ["source.1"] * 3 + ["source.0"], "0.7 of a batch of four, though its number is the lower one"
+
+
+@pytest.mark.parametrize("strained", ["source.0", "source.1"])
+def test_the_smallest_playback_lead_parts_replicas_that_are_equal_otherwise(strained: str) -> None:
+    clients = Clients(Bus(deployment(replicas={"source": 2})))
+    [relaxed] = {"source.0", "source.1"} - {strained}
+    load(clients.bus, strained, lead_s=-0.5)
+    load(clients.bus, relaxed, lead_s=0.15)
+    assert opened(clients, 1) == [relaxed]
+
+
+@pytest.mark.parametrize(
+    ("lead_s", "expected"), [(None, 0.0), (5.0, 0.0), (SAFE_LEAD_S, 0.0), (SAFE_LEAD_S / 4, 0.75), (0.0, 1.0), (-3.0, 1.0)]
+)
+def test_strain_goes_from_none_to_one_as_the_lead_shrinks(lead_s: float | None, expected: float) -> None:
+    replica = Replica("sink", Worker("sink.0", pid=1), "cpu")
+    assert strain(replica) == 0.0, "it has not told anything yet"
+    replica.load = StageLoad(stage="sink", lead_s=lead_s)
+    assert strain(replica) == pytest.approx(expected)
 
 
 def test_unread_chunks_part_replicas_that_are_equal_otherwise() -> None:
