@@ -14,7 +14,8 @@ from omni_bus.child_log import CHECK_S, LIMIT, ChildLog
 from omni_bus.process import die_with_parent
 
 BACKOFF_LIMIT_S = 30.0
-STEADY_S = 30.0  # a process that lived this long starts over with the first delay
+STEADY_S = 30.0  # a process that lived longer than this starts over with the first delay
+DOUBLINGS = 60  # past every limit, and short of what a float holds: a process may die for days
 
 
 class Child:
@@ -23,7 +24,14 @@ class Child:
     Must be used from the main thread: children ask the kernel to die with their parent *thread*.
     """
 
-    def __init__(self, name: str, log: pathlib.Path, on_exit: Callable[[Child, int], None], log_bytes: int = LIMIT) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: pathlib.Path,
+        on_exit: Callable[[Child, int], None],
+        log_bytes: int = LIMIT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
         self.workers: tuple[str, ...] = (name,)  # of a process of stages: its workers, by the names that the broker knows
         self.log = ChildLog(log, log_bytes)
@@ -35,6 +43,7 @@ class Child:
         self.pid = 0
         self.beats = 0  # that it has sent through its pipe, in all its lives
         self._on_exit = on_exit
+        self._clock = clock
         self._deaths = 0
         self._born = 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -90,7 +99,7 @@ class Child:
         self.incarnation += 1
         self.ready = self.expected = False
         self._gone.clear()
-        self._born = time.monotonic()
+        self._born = self._clock()
         inherited = () if on_ready is None else (self._open_pipe(on_ready),)
         with self.log.open() as output:
             self._process = subprocess.Popen(
@@ -122,7 +131,7 @@ class Child:
 
     def backoff(self, first_s: float) -> float:
         """Seconds until the next start, after an end that nobody asked for."""
-        return float(min(BACKOFF_LIMIT_S, first_s * 2 ** max(0, self._deaths - 1)))
+        return float(min(BACKOFF_LIMIT_S, first_s * 2 ** min(max(0, self._deaths - 1), DOUBLINGS)))
 
     def last_lines(self, count: int) -> list[str]:
         """Of what it wrote, without empty ones."""
@@ -166,7 +175,7 @@ class Child:
         self._process = None
         if not self.expected:
             self.early_deaths = 0 if self.ready else self.early_deaths + 1
-            self._deaths = 1 if time.monotonic() - self._born > STEADY_S else self._deaths + 1
+            self._deaths = 1 if self._clock() - self._born > STEADY_S else self._deaths + 1
         self._gone.set()
         self._on_exit(self, code)
 
