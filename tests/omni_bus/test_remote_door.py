@@ -12,15 +12,18 @@ from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
+import zmq
 
 from omni_bus import __version__, events, wire
 from omni_bus.attach import OTHER_SERVER
 from omni_bus.client import BusClient
+from omni_bus.curve_client import secure
 from omni_bus.deployment import Deployment, RunDir
 from omni_bus.errors import ReplicaLost
 from omni_bus.events import Attach, Attached, EdgeRoute, Refused, RequestOptions
-from omni_bus.keys import KeyPair, WorkerKey
+from omni_bus.keys import KeyPair, KnownKeys, WorkerKey
 from omni_bus.payloads import ChatInput, Message, TextDelta, TextPart
+from omni_bus.remote_door import RemoteDoor
 from omni_bus.spec import load_pipeline
 from tests.support.broker_process import PATIENCE_S, Peer, ScriptedWorker
 from tests.support.remote_peer import ListeningBroker, RemotePeer
@@ -31,6 +34,7 @@ CHAT = ChatInput((Message("user", (TextPart("hello"),)),))
 OUT = "source->client"
 FAR = "source@far-1.0"
 ASK = Attach(stages=("relay",), version=__version__)
+NOTICED_MS = 3000  # docs/remote.md: a connection that is cut
 
 
 @pytest.fixture
@@ -272,6 +276,44 @@ async def test_ten_thousand_random_frames_do_no_harm(broker: ListeningBroker, cl
         far.register(server(broker))
         await until_state(client, FAR, "ready")
         await answered(client, far)
+
+
+@pytest.mark.parametrize("side", ["broker", "worker"])
+async def test_by_its_heartbeats_neither_side_takes_a_cut_connection_for_whole_after_three_seconds(
+    tmp_path: pathlib.Path, side: str
+) -> None:
+    """Read back from the sockets as they are made: how soon a cut is noticed is ZeroMQ's doing, and no test can time it soundly."""
+    server, theirs = KeyPair.new(), KeyPair.new()
+    with zmq.Context() as context:
+        if side == "broker":
+            door = RemoteDoor(
+                context,
+                "tcp://127.0.0.1:*",
+                server,
+                KnownKeys(tmp_path),
+                on_message=lambda frames: None,
+                on_closed=lambda: None,
+                log=lambda line: None,
+            )
+            options = heartbeats(door._socket)
+            door.close()
+        else:
+            with context.socket(zmq.DEALER) as socket:
+                secure(socket, "tcp://127.0.0.1:1", WorkerKey(theirs, server.public))
+                options = heartbeats(socket)
+    interval, timeout, ttl = options
+    assert interval > 0 and timeout > 0, "0 would be none at all"
+    assert interval + timeout <= NOTICED_MS, "asked after a silence, and no answer"
+    assert interval < ttl <= NOTICED_MS, "the other end is told by it how long our silence may last"
+
+
+def heartbeats(socket: zmq.Socket[bytes]) -> tuple[int, int, int]:
+    """Interval, time for the answer, and how long the other end may wait for the next one; ms."""
+    interval, timeout, ttl = (
+        socket.getsockopt(option) for option in (zmq.HEARTBEAT_IVL, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL)
+    )
+    assert isinstance(interval, int) and isinstance(timeout, int) and isinstance(ttl, int)
+    return interval, timeout, ttl
 
 
 async def test_a_cut_connection_is_noticed_and_a_healed_one_registers_anew(broker: ListeningBroker, client: BusClient) -> None:
