@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from bench.realtime_socket import RealtimeSocket, connected
+from omni_bus.api.voice.formats import OutputAudioEncoder
 from tests.api.conftest import Server
 from tests.support.realtime_events import EventChecker
-from tests.support.scripted_bus import MODEL, audio, text
+from tests.support.scripted_bus import MODEL, PCM_CHUNK, audio, text
 
 TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}}
 
@@ -255,3 +256,28 @@ async def test_one_response_may_be_other_than_its_session(socket: RealtimeSocket
     [sent] = server.bus.submissions
     assert (sent.payload.tools, sent.payload.messages[0].parts[0].text) == ((), "Be long.")  # type: ignore[union-attr]
     assert (await updated(socket, {}))["instructions"] == "Be brief."
+
+
+async def test_one_response_may_sound_other_than_its_session(socket: RealtimeSocket, server: Server) -> None:
+    """Another format and another voice, before any has been heard; the next one is the session's again."""
+    server.bus.script = (text("Hi", "stop"), audio(), audio(b"", last=True))
+    before = await updated(socket, {"audio": {"output": {"format": {"type": "audio/pcm", "rate": 24000}, "voice": "Ethan"}}})
+    answers = []
+    for output in ({"format": {"type": "audio/pcmu"}, "voice": "chelsie"}, {"format": {"type": "audio/pcma"}}, {}):
+        since = socket.count
+        await socket.send("response.create", response={"audio": {"output": output}} if output else {})
+        done = (await socket.until("response.done", since=since))["response"]
+        created = (await socket.until("response.created", since=since))["response"]
+        assert created["audio"] == done["audio"]
+        sent = b"".join(event.pcm for event in socket.events[since:] if event.type == "response.output_audio.delta")
+        answers.append((done["audio"]["output"]["format"]["type"], done["audio"]["output"]["voice"], sent))
+    (mu_law, first, mu), (a_law, second, a), (pcm, third, as_made) = answers
+    assert (mu_law, a_law, pcm) == ("audio/pcmu", "audio/pcma", "audio/pcm")
+    assert (first, second, third) == ("chelsie", "Ethan", "Ethan")
+    assert [one.options.voice for one in server.bus.submissions] == ["chelsie", "Ethan", "Ethan"]
+    assert as_made == PCM_CHUNK
+    assert len(mu) == len(a) == len(PCM_CHUNK) // 6, "a byte a sample, a third of the samples"
+    for data, law in ((mu, "pcmu"), (a, "pcma")):
+        encoder = OutputAudioEncoder(law, 24_000)  # type: ignore[arg-type]
+        assert data == encoder.push(PCM_CHUNK) + encoder.flush()
+    assert await updated(socket, {}) == before

@@ -51,18 +51,50 @@ PIECE = 4800  # bytes: 0.1 s of PCM16 at 24 kHz
 
 
 def shown(events: Sequence[Event]) -> list[str]:
+    """A line an event; of an output part's deltas one, where the first of them came, and one more for each that came too late."""
     lines: list[str] = []
     begun = set()
+    over: dict[tuple[str, ...], str] = {}  # what no delta may follow any more, and the event it is over by
+    starts = {id(events[number]): response_id for response_id, number in _interrupted(events).items()}
     for event in events:
         kind = event.type
         if kind.endswith(".delta"):
+            stem, item_id, response_id = kind.removesuffix(".delta"), event["item_id"], event.fields.get("response_id", "")
+            behind = over.get((stem, item_id)) or over.get((response_id,))
+            if behind is not None:
+                lines.append(f"{kind} behind its {behind}")
+                continue
             kind = SPOKEN if kind in SPOKEN else f"{kind}*"
-            part = kind, event["item_id"]
+            part = kind, item_id
             if part in begun:
                 continue
             begun.add(part)
+        elif kind == "response.done":
+            over[(event["response"]["id"],)] = kind
+        elif id(event) in starts:
+            over[(starts[id(event)],)] = kind
+        elif "item_id" in event.fields:
+            over[(kind.rpartition(".")[0], event["item_id"])] = kind
         lines.append(kind)
     return lines
+
+
+def _interrupted(events: Sequence[Event]) -> dict[str, int]:
+    """Of each response that the user's voice cancelled: the number of the speech_started that did."""
+    created: dict[str, int] = {}
+    found = {}
+    started = -1
+    for number, event in enumerate(events):
+        if event.type == "input_audio_buffer.speech_started":
+            started = number
+        elif event.type == "response.created":
+            created[event["response"]["id"]] = number
+        elif event.type == "response.done" and event["response"]["status"] == "cancelled":
+            response_id = event["response"]["id"]
+            if event["response"]["status_details"]["reason"] == "turn_detected":
+                assert started > created[response_id], "it was cancelled by a turn, and none has begun"
+                found[response_id] = started
+    return found
 
 
 def holds(found: Any, wanted: Any) -> bool:
@@ -219,3 +251,62 @@ def test_the_table_has_every_event_of_both_sides() -> None:
     }
     rendered = set(re.findall(r'return "([a-z_.]+)"', (ROOT / "api" / "realtime" / "server_events.py").read_text()))
     assert answered == rendered | {"session.created", "session.updated"}
+
+
+# ---- the table's own reading
+
+
+def made(*lines: str, ended: str = "completed") -> list[Event]:
+    """Events of one response and its item, by their types."""
+    response = {"id": "resp", "status": ended, "status_details": {"reason": "turn_detected"}}
+    fields: dict[str, dict[str, Any]] = {"response.created": {"response": response}, "response.done": {"response": response}}
+    part = {"response_id": "resp", "item_id": "item"}
+    speech = {"item_id": "user"}
+    heard = {"item_id": "user", "content_index": 0}
+    return [
+        Event(
+            0.0,
+            line,
+            fields.get(line) or (part if line.startswith("response.") else heard if "transcription" in line else speech),
+        )
+        for line in lines
+    ]
+
+
+AUDIO, WORDS, TEXT = "response.output_audio", "response.output_audio_transcript", "response.output_text"
+STARTED = "input_audio_buffer.speech_started"
+WRITTEN = "conversation.item.input_audio_transcription"
+
+
+def test_deltas_of_one_part_are_one_line() -> None:
+    good = made(
+        "response.created", f"{WORDS}.delta", f"{AUDIO}.delta", STARTED, f"{AUDIO}.delta", f"{AUDIO}.done", f"{WORDS}.done"
+    )
+    assert shown(good) == ["response.created", SPOKEN, STARTED, f"{AUDIO}.done", f"{WORDS}.done"]
+    both = made(f"{AUDIO}.delta", f"{AUDIO}.done", f"{WORDS}.delta", f"{WORDS}.done", "response.done")
+    assert shown(both) == [SPOKEN, f"{AUDIO}.done", f"{WORDS}.done", "response.done"], "each has a done of its own"
+
+
+@pytest.mark.parametrize(
+    ("late", "lines", "ended"),
+    [
+        (f"{AUDIO}.delta behind its {AUDIO}.done", (f"{AUDIO}.delta", f"{AUDIO}.done", f"{AUDIO}.delta"), "completed"),
+        (f"{WORDS}.delta behind its {WORDS}.done", (f"{AUDIO}.delta", f"{WORDS}.done", f"{WORDS}.delta"), "completed"),
+        (f"{TEXT}.delta behind its {TEXT}.done", (f"{TEXT}.delta", f"{TEXT}.done", f"{TEXT}.delta"), "completed"),
+        (f"{AUDIO}.delta behind its response.done", (f"{AUDIO}.delta", "response.done", f"{AUDIO}.delta"), "completed"),
+        (
+            f"{AUDIO}.delta behind its {STARTED}",
+            ("response.created", f"{AUDIO}.delta", STARTED, f"{AUDIO}.delta", f"{AUDIO}.done", "response.done"),
+            "cancelled",
+        ),
+        (
+            f"{WRITTEN}.delta behind its {WRITTEN}.completed",
+            (f"{WRITTEN}.delta", f"{WRITTEN}.completed", f"{WRITTEN}.delta"),
+            "completed",
+        ),
+    ],
+)
+def test_a_delta_that_comes_too_late_is_a_line_of_its_own(late: str, lines: tuple[str, ...], ended: str) -> None:
+    found = shown(made(*lines, ended=ended))
+    assert [line for line in found if " behind " in line] == [late]
+    assert found.index(late) == len(lines) - 1 - lines[::-1].index(late.split()[0])

@@ -24,6 +24,16 @@ PIECE = b"\x01\x00" * 600  # 25 ms
 WISHES = 120  # of one session
 
 
+PIECES: dict[type[SessionEvent], type[SessionEvent]] = {  # what ends → its deltas
+    events.OutputTextDone: events.OutputTextDelta,
+    events.OutputTranscriptDone: events.OutputTranscriptDelta,
+    events.OutputAudioDone: events.OutputAudioDelta,
+    events.CallArgumentsDone: events.CallArgumentsDelta,
+    events.InputTranscriptDone: events.InputTranscriptDelta,
+    events.InputTranscriptFailed: events.InputTranscriptDelta,
+}
+
+
 class Grammar:
     """Reads the events of one session as a client does: what is out of order, twice or about something that is gone is an error."""
 
@@ -35,8 +45,10 @@ class Grammar:
         self.outputs: dict[str, list[str]] = {}  # response → its items so far
         self.writing: dict[str, str] = {}  # response → the item that is open
         self.silenced: set[str] = set()
+        self.told: set[tuple[type[SessionEvent], str]] = set()  # kinds of deltas that are complete, by item
 
     def read(self, event: SessionEvent) -> None:
+        self._read_order_in_part(event)
         match event:
             case events.ItemAdded(item, previous):
                 assert item.id not in self.items
@@ -81,6 +93,16 @@ class Grammar:
                 self.silenced.add(item_id)
             case events.InputTranscriptDone() | events.InputTranscriptDelta() | events.InputTranscriptFailed():
                 assert event.item_id in self.items, "what was said in an item that is gone"
+
+    def _read_order_in_part(self, event: SessionEvent) -> None:
+        """No delta comes behind the end of what it is a delta of, and no part ends twice."""
+        item_id = getattr(event, "item_id", "")
+        if type(event) in PIECES.values():
+            assert (type(event), item_id) not in self.told, "a delta behind its end"
+        piece = PIECES.get(type(event))
+        if piece is not None:
+            assert (piece, item_id) not in self.told, "it ends twice"
+            self.told.add((piece, item_id))
 
 
 class Client:
@@ -228,3 +250,27 @@ async def test_whatever_is_wished_the_events_have_one_grammar(start: StartSessio
     assert all(stream.ended.is_set() or stream.cancelled.is_set() for stream in seen.bus.streams)
     assert not seen.session._responses._tasks and not seen.session._arrivals._tasks
     assert len(seen.events) == told
+
+
+WHERE = ("resp", "item", 0, 0)
+CALL_OF = ("resp", "item", 0, "call")
+LATE: dict[str, tuple[SessionEvent, SessionEvent]] = {
+    "text": (events.OutputTextDone(*WHERE, "Hi"), events.OutputTextDelta(*WHERE, "Hi")),
+    "transcript": (events.OutputTranscriptDone(*WHERE, "Hi"), events.OutputTranscriptDelta(*WHERE, "Hi")),
+    "audio": (events.OutputAudioDone(*WHERE), events.OutputAudioDelta(*WHERE, PIECE)),
+    "arguments": (events.CallArgumentsDone(*CALL_OF, "look", "{}"), events.CallArgumentsDelta(*CALL_OF, "{}")),
+    "heard": (events.InputTranscriptDone("item", 0, "Hi", 1.0), events.InputTranscriptDelta("item", 0, "Hi")),
+}
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_the_grammar_has_no_delta_behind_its_end(kind: str) -> None:
+    end, delta = LATE[kind]
+    grammar = Grammar()
+    grammar.items, grammar.writing = ["item"], {"resp": "item"}
+    grammar.read(delta)
+    grammar.read(end)
+    with pytest.raises(AssertionError, match="a delta behind its end"):
+        grammar.read(delta)
+    with pytest.raises(AssertionError, match="it ends twice"):
+        grammar.read(end)
