@@ -117,7 +117,7 @@ class RemoteDoor:
             self._tell(_REFUSED[event], "")
 
     def _tell(self, why: str, address: str) -> None:
-        """Once for each reason and address, or whoever knocks would fill the log."""
+        """Once for each reason and address, or whoever knocks would fill the log. "": only a question of ZeroMQ's says an address."""
         if (why, address) not in self._told and len(self._told) < TOLD:
             self._told.add((why, address))
             whose = f"from {address} " if address else ""
