@@ -28,20 +28,11 @@ class Stream:
     words: int
     modalities: tuple[str, ...]
     began: float
-    last: float = 0.0
-    gap: float = 0.0  # the longest time between two events
     events: int = 0
     text: str = ""
     heard: int = 0  # of its sound: packets of a probe, samples of a voice
     end: str = ""
     ended: float = 0.0
-
-    def note(self) -> None:
-        now = time.monotonic()
-        if self.last:
-            self.gap = max(self.gap, now - self.last)
-        self.last = now
-        self.events += 1
 
     def finish(self, end: str) -> None:
         assert not self.end, f"it ended as {self.end}, and again as {end}"
@@ -145,7 +136,7 @@ class SteadyLoad:
                     stream.finish((await response.json())["error"]["code"])
                     return
                 async for event in _events(response):
-                    stream.note()
+                    stream.events += 1
                     self._take(stream, event)
         except (aiohttp.ClientError, ConnectionError):
             if not stream.end:
