@@ -13,10 +13,13 @@ _AUDIO = MediaPart("audio", 0)
 _ASKED = "Write down what is said in this audio, word for word, in the language it is said in. Answer with the words alone."
 
 
-def recognition_request(pipeline: PipelineSpec, wish: TranscriptWish, seconds: float) -> tuple[ChatInput, RequestOptions]:
-    """The request; the tensor "media0", to be sent with it, is the audio. seconds: of audio."""
+def recognition_request(
+    pipeline: PipelineSpec, wish: TranscriptWish, seconds: float, *, affinity: str = ""
+) -> tuple[ChatInput, RequestOptions]:
+    """The request; the tensor "media0", to be sent with it, is the audio. seconds: of audio. affinity: as in RequestOptions."""
     if pipeline.transcript_edge is not None:
-        return ChatInput((Message("user", (_AUDIO,)),), transcript=wish), RequestOptions(modalities=(TRANSCRIPT,))
+        options = RequestOptions(modalities=(TRANSCRIPT,), affinity=affinity)
+        return ChatInput((Message("user", (_AUDIO,)),), transcript=wish), options
     asked = [_ASKED]
     if wish.language:
         asked.append(f"The language is that of the ISO 639 code {wish.language}.")
@@ -25,5 +28,5 @@ def recognition_request(pipeline: PipelineSpec, wish: TranscriptWish, seconds: f
     sampling = SamplingParams(temperature=wish.temperature, max_tokens=MIN_TOKENS + int(TOKENS_PER_SECOND * seconds))
     return (
         ChatInput((Message("user", (_AUDIO, TextPart(" ".join(asked)))),)),
-        RequestOptions(modalities=("text",), sampling={pipeline.text_stage: sampling}),
+        RequestOptions(modalities=("text",), sampling={pipeline.text_stage: sampling}, affinity=affinity),
     )

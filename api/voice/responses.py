@@ -169,11 +169,13 @@ class Responses:
         return self._request(run.wish, self._history.items)
 
     def on_first_output(self, run: ResponseRun) -> None:
-        if run is self.own:
+        if run is self.own and not run.wish.settings.speaks:
             self._transcriber.answer_has_begun()
 
     def on_first_audio(self, run: ResponseRun) -> None:
         self.spoken = True
+        if run is self.own:
+            self._transcriber.answer_has_begun()
         if run is self.own and self.turn_over is not None:
             self._services.metrics.turn_answered(time.monotonic() - self.turn_over)
             self.turn_over = None

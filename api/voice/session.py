@@ -48,7 +48,7 @@ class VoiceSession:
         self._history = History(self._conversation)
         self._arrivals = Arrivals()
         self._audio = UserAudio(services, self._outbox, self, settings.input_format, settings.turn_detection)
-        self._transcriber = Transcriber(services, self._outbox, label)
+        self._transcriber = Transcriber(services, self._outbox, label, affinity=self.conversation_id)
         self._preparer = Preparer(services, label, self._build_prepared)
         self._responses = Responses(
             services,

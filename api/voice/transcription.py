@@ -1,7 +1,8 @@
 """What the user said, in writing: from the answer's own recogniser where the pipeline has one, else asked for behind the answer.
 
-Never in the way of an answer: what is still to be written down waits for the answer's first output, and a transcription that runs
-when another answer begins is broken off and begun again later, unless some of it has been told.
+Never in the way of an answer: what is still to be written down waits until the first audio of a spoken answer has left, or the first
+words of one in text, and a transcription that runs when another answer begins is broken off and begun again later, unless some of it
+has been told. Its requests are interactive all the same: in a full queue one of priority `batch` gives way, and would fail.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ GRACE_S = 1.0  # for an answer to be asked for, behind audio that was committed 
 
 
 class Transcriber:
-    """One session's audio that is to be written down, one piece at a time, oldest first."""
+    """One session's audio that is to be written down, one piece at a time, oldest first. affinity: that of the session's answers."""
 
-    def __init__(self, services: VoiceServices, outbox: Outbox, label: str) -> None:
+    def __init__(self, services: VoiceServices, outbox: Outbox, label: str, *, affinity: str) -> None:
         self._services = services
         self._outbox = outbox
         self._label = label
+        self._affinity = affinity
         self._waiting: collections.deque[tuple[Item, int, Transcription]] = collections.deque()
         self._answering = False
         self._told = False  # some of the running transcript
@@ -81,7 +83,7 @@ class Transcriber:
             self._task.cancel()
 
     def answer_has_begun(self) -> None:
-        """Its first output is on its way, or it has ended."""
+        """Its first audio, or the first output of one that does not speak, is on its way; or it has ended."""
         self._answering = False
         self._go()
 
@@ -101,21 +103,26 @@ class Transcriber:
     def _go(self) -> None:
         if self._waiting and not self._answering and self._task is None:
             self._task = asyncio.create_task(self._write())
+            self._task.add_done_callback(self._ended)  # no `finally` runs in a task that is cancelled before its first step
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._task = None
+        self._told = False
+        if self._waiting and not self._answering:
+            self._later(self._go)
 
     async def _write(self) -> None:
-        try:
-            while self._waiting and not self._answering:
-                self._told = False
-                item, index, wish = self._waiting[0]
-                await self._one(item, index, wish)
-                if self._waiting and self._waiting[0][:2] == (item, index):
-                    self._waiting.popleft()
-                await self._outbox.drained()
-        finally:
-            self._task = None
+        while await self._may_ask():
             self._told = False
-            if self._waiting and not self._answering:
-                self._later(self._go)
+            item, index, wish = self._waiting[0]
+            await self._one(item, index, wish)
+            if self._waiting and self._waiting[0][:2] == (item, index):
+                self._waiting.popleft()
+
+    async def _may_ask(self) -> bool:
+        """Once the client has been sent all that was put: the answer's first audio, and what was written down before."""
+        await self._outbox.drained()
+        return bool(self._waiting) and not self._answering
 
     async def _one(self, item: Item, index: int, wish: Transcription) -> None:
         part = item.content[index]
@@ -134,7 +141,10 @@ class Transcriber:
     async def _ask(self, item: Item, index: int, part: InputAudio, wish: Transcription) -> None:
         seconds = part.duration_ms / 1000
         payload, options = recognition_request(
-            self._services.model.pipeline, TranscriptWish(language=wish.language, prompt=wish.prompt), seconds
+            self._services.model.pipeline,
+            TranscriptWish(language=wish.language, prompt=wish.prompt),
+            seconds,
+            affinity=self._affinity,
         )
         stream = await self._services.bus.submit(
             options=options,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from omni_bus.api.voice import events
 from omni_bus.api.voice.items import InputAudio
 from omni_bus.api.voice.settings import ResponseWish, Transcription
@@ -25,6 +27,12 @@ async def say(seen: Seen, seconds: int = 1) -> str:
 
 def respond(seen: Seen) -> None:
     seen.session.create_response(ResponseWish(settings=seen.session.settings))
+
+
+async def a_while() -> None:
+    """Long enough for all that is ready to happen."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 def transcript(seen: Seen, item_id: str) -> str | None:
@@ -91,25 +99,91 @@ async def test_without_an_answer_the_recogniser_is_asked_alone(start: StartSessi
     assert asked.payload.transcript == TranscriptWish(language="en", prompt="Names: Ada.")
 
 
-async def test_a_model_without_a_recogniser_is_asked_behind_the_answers_first_output(start: StartSession) -> None:
-    go = asyncio.Event()
-    seen = await start(settings=WRITE)
-    seen.bus.scripts.append((go, text("Hi", "stop"), audio(b"", last=True)))
+async def test_a_model_without_a_recogniser_is_asked_when_the_answers_first_audio_has_left(start: StartSession) -> None:
+    """Not behind its first words: they come before the audio, which the same model has yet to write for."""
+    speak, taken = asyncio.Event(), asyncio.Event()
+    taken.set()
+    seen = await start(settings=WRITE, gate=taken)
+    seen.bus.scripts.append((text("Hi"), speak, audio(), text("", "stop"), audio(b"", last=True)))
     seen.bus.script = (text(" hello"), text(" there ", "stop"))
     item_id = await say(seen)
     respond(seen)
-    await seen.until_taken(0)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert len(seen.bus.submissions) == 1, "the answer goes first"
-    go.set()
+    await seen.until(events.OutputTranscriptDelta)
+    await a_while()
+    assert len(seen.bus.submissions) == 1, "its words are no audio"
+    taken.clear()
+    speak.set()
+    await seen.until_taken(2)
+    await a_while()
+    assert len(seen.bus.submissions) == 1, "the client has not been sent it yet"
+    taken.set()
     written = await seen.until(events.InputTranscriptDone)
     assert (written.item_id, written.transcript) == (item_id, "hello there")
     assert (written.input_tokens, written.output_tokens) == (7, 2)
     asked = seen.bus.submissions[1]
     assert asked.options.modalities == ("text",)
     assert asked.payload.messages[-1].parts[0] == MediaPart("audio", 0)
-    assert seen.names.index("OutputItemAdded") < seen.names.index("InputTranscriptDelta")
+    assert seen.names.index("OutputAudioDelta") < seen.names.index("InputTranscriptDelta")
+
+
+async def test_behind_an_answer_in_text_it_is_asked_at_its_first_words(start: StartSession) -> None:
+    go, end = asyncio.Event(), asyncio.Event()
+    seen = await start(settings={**WRITE, "speaks": False})
+    seen.bus.scripts.append((go, text("Hi"), end, text("", "stop")))
+    seen.bus.script = (text("hello", "stop"),)
+    await say(seen)
+    respond(seen)
+    await seen.until_taken(0)
+    await a_while()
+    assert len(seen.bus.submissions) == 1, "the answer goes first"
+    go.set()
+    await seen.until(events.InputTranscriptDone)
+    assert not seen.of(events.ResponseDone)
+    end.set()
+    await seen.until(events.ResponseDone)
+
+
+async def test_behind_an_answer_without_audio_it_is_asked_at_its_end(start: StartSession) -> None:
+    end = asyncio.Event()
+    seen = await start(settings=WRITE)
+    seen.bus.scripts.append((text("Hi"), end, text("", "stop"), audio(b"", last=True)))
+    seen.bus.script = (text("hello", "stop"),)
+    await say(seen)
+    respond(seen)
+    await seen.until(events.OutputTranscriptDelta)
+    await a_while()
+    assert len(seen.bus.submissions) == 1
+    end.set()
+    await seen.until(events.InputTranscriptDone)
+    assert seen.names.index("ResponseDone") < seen.names.index("InputTranscriptDelta")
+
+
+async def test_an_answer_behind_one_that_ended_at_once_delays_a_transcription_and_no_more(start: StartSession) -> None:
+    """The first one's end lets it go, and the second's beginning takes that back, before it has taken a step."""
+    seen = await start(settings=WRITE)
+    seen.bus.scripts.append((FOREVER,))
+    seen.bus.scripts.append((text("Hi"), audio(), text("", "stop"), audio(b"", last=True)))
+    seen.bus.script = (text("hello", "stop"),)
+    item_id = await say(seen)
+    respond(seen)
+    await seen.until_taken(0)
+    seen.session.cancel_response()
+    respond(seen)
+    assert (await seen.until(events.InputTranscriptDone)).item_id == item_id
+    assert len(seen.bus.submissions) == 3
+
+
+@pytest.mark.parametrize("ear", [False, True])
+async def test_it_goes_where_the_sessions_answers_go(start: StartSession, ear: bool) -> None:
+    """There the audio has been encoded."""
+    seen = await start(ear=ear, settings=WRITE)
+    seen.bus.scripts.append((text("Hi"), audio(), text("", "stop"), audio(b"", last=True)))
+    seen.bus.script = (heard("hello"),) if ear else (text("hello", "stop"),)
+    await say(seen)
+    respond(seen)
+    await seen.until(events.InputTranscriptDone)
+    answer, asked = (submission.options for submission in seen.bus.submissions)
+    assert answer.affinity == asked.affinity == seen.session.conversation_id
 
 
 async def test_an_answer_that_begins_sends_a_transcription_back_into_the_queue(start: StartSession) -> None:
