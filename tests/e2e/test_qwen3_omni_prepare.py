@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import pathlib
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from bench.realtime_socket import connected
+from bench.realtime_socket import RealtimeSocket, connected
 from omni_bus.client import BusClient
 from omni_bus.deployment import RunDir
 from omni_bus.events import RequestOptions
@@ -203,6 +204,123 @@ async def test_a_session_finds_what_was_prepared_while_its_user_spoke(servers: t
         assert computed <= tail + BLOCK + 8, "the tail, what the template puts behind it, and a block begun before"
     assert all(usage["input_token_details"]["cached_tokens"] == 0 for usage in usages["fresh"])
     assert [usage["input_tokens"] for usage in usages["usual"]] == [usage["input_tokens"] for usage in usages["fresh"]]
+
+
+class Talk:
+    """A Realtime session that answers texts greedily; `turns`: its history as a template and a client tell it."""
+
+    def __init__(self, socket: RealtimeSocket) -> None:
+        self.socket = socket
+        self.turns: list[tuple[str, str]] = []
+        self.ids: list[str] = []  # of the items of `turns`
+        self.audio_ms: dict[str, float] = {}  # of each answer
+
+    async def begin(self, *, speaks: bool) -> None:
+        session = {
+            "type": "realtime",
+            "output_modalities": ["audio" if speaks else "text"],
+            "max_output_tokens": 12,
+            "sampling": {"thinker": {"temperature": 0.0}, "talker": {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}},
+            "audio": {"input": {"turn_detection": None}},
+        }
+        await self.socket.send("session.update", session=session)
+        await self.socket.until("session.updated")
+
+    async def add(self, role: str, text: str) -> None:
+        since = self.socket.count
+        content = [{"type": "input_text" if role == "user" else "output_text", "text": text}]
+        await self.socket.send("conversation.item.create", item={"type": "message", "role": role, "content": content})
+        self.ids.append((await self.socket.until("conversation.item.done", since=since))["item"]["id"])
+        self.turns.append((role, text))
+
+    async def answer(self) -> tuple[str, dict[str, Any]]:
+        """Its text and its usage."""
+        since = self.socket.count
+        await self.socket.send("response.create")
+        response = (await self.socket.until("response.done", since=since, limit=PATIENCE_S))["response"]
+        (item,) = response["output"]
+        (part,) = item["content"]
+        text = str(part["transcript"] if part["type"] == "output_audio" else part["text"])
+        pcm = [event.pcm for event in self.socket.events[since:] if event.type == "response.output_audio.delta"]
+        self.audio_ms[item["id"]] = sum(map(len, pcm)) / 48
+        self.ids.append(item["id"])
+        self.turns.append(("assistant", text))
+        return text, response["usage"]
+
+    async def delete(self, number: int) -> None:
+        await self.socket.send("conversation.item.delete", item_id=self.ids[number])
+        await self.socket.until("conversation.item.deleted")
+        del self.ids[number], self.turns[number]
+
+    async def halve(self, number: int) -> None:
+        item_id = self.ids[number]
+        audio_end_ms = int(self.audio_ms[item_id] / 2)
+        await self.socket.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=audio_end_ms)
+        await self.socket.send("conversation.item.retrieve", item_id=item_id)
+        item = (await self.socket.until("conversation.item.retrieved"))["item"]
+        self.turns[number] = "assistant", item["content"][0]["transcript"]
+
+
+def prompt_ids(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> list[int]:
+    """By transformers' own template; a message without words is none."""
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns if text]
+    ids: list[int] = tokenizer(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))["input_ids"]
+    return ids
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize("change", ["nothing", "delete_question", "delete_answer", "truncate"])
+async def test_a_changed_conversation_is_computed_from_the_change_on(
+    servers: tuple[Server, Server], omni_checkpoint: pathlib.Path, change: str
+) -> None:
+    """What the Thinker keeps of two turns is used up to the item that was deleted or truncated, to the block, and no further."""
+    usual, fresh = servers
+    tokenizer = AutoTokenizer.from_pretrained(omni_checkpoint)
+    names = " ".join(f"{change} {number}," for number in range(12))  # other words in each case: nothing of another one is found
+    async with connected(usual.url, "qwen3-omni-tiny") as socket:
+        talk = Talk(socket)
+        await talk.begin(speaks=change == "truncate")
+        prompts = []
+        for question in (f"{names} which of them is the first?", f"And of {names} which is the last?"):
+            await talk.add("user", question)
+            prompts.append(prompt_ids(tokenizer, talk.turns))
+            _, usage = await talk.answer()
+            assert usage["input_tokens"] == len(prompts[-1])
+        unchanged = prompt_ids(tokenizer, [*talk.turns, ("user", "And why?")])
+        match change:
+            case "delete_question":
+                await talk.delete(2)
+            case "delete_answer":
+                await talk.delete(1)
+            case "truncate":
+                whole = talk.turns[1][1]
+                await talk.halve(1)
+                assert len(talk.turns[1][1]) < len(whole) and whole.startswith(talk.turns[1][1])
+        await talk.add("user", "And why?")
+        history = list(talk.turns)
+        prompt = prompt_ids(tokenizer, history)
+        text, usage = await talk.answer()
+    assert usage["input_tokens"] == len(prompt)
+    kept = max(common(known, prompt) for known in prompts) // BLOCK * BLOCK
+    kept_unchanged = max(common(known, unchanged) for known in prompts) // BLOCK * BLOCK
+    cached = usage["input_token_details"]["cached_tokens"]
+    if change == "nothing":
+        assert kept_unchanged <= cached <= kept_unchanged + BLOCK, "of the second answer's own tokens a block at most"
+    else:
+        assert 0 < cached == kept < kept_unchanged
+
+    async with connected(fresh.url, "qwen3-omni-tiny") as socket:
+        alone = Talk(socket)
+        await alone.begin(speaks=change == "truncate")
+        for role, words in history:
+            if words:
+                await alone.add(role, words)
+        assert (await alone.answer())[0] == text
+        done = (await socket.until("response.done"))["response"]["usage"]
+    assert (done["input_tokens"], done["input_token_details"]["cached_tokens"]) == (len(prompt), 0)
 
 
 def test_nothing_is_held_afterwards(servers: tuple[Server, Server]) -> None:
