@@ -17,6 +17,7 @@ stand as one line with a star, where the first of them came. Steps:
 | `["append", seconds]` | silence |
 | `["quiet_until", "type"]` | silence in real time until the event comes |
 | `["is", {…}]` | the last event waited for has these fields, nested as given |
+| `["sounds_as_in_pcm", "words"]` | the answer so far, in G.711, is the sound that a session in PCM answers to the words spoken |
 """
 
 from __future__ import annotations
@@ -128,11 +129,43 @@ def g711(pcm: bytes, law: str) -> bytes:
     return b"".join(bytes(packet) for part in frames for packet in codec.encode(part))
 
 
-class Client:
-    """One situation's client."""
+def from_g711(data: bytes, law: str) -> numpy.ndarray:
+    """int16 [samples] at 8 kHz. law: mulaw or alaw."""
+    codec = av.CodecContext.create(f"pcm_{law}", "r")
+    codec.sample_rate, codec.layout = 8_000, "mono"
+    frames = codec.decode(av.Packet(data))
+    return numpy.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
 
-    def __init__(self, socket: RealtimeSocket) -> None:
+
+def at_8_khz(pcm: bytes) -> numpy.ndarray:
+    """PCM16 at 24 kHz as int16 [samples] at 8 kHz."""
+    frame = av.AudioFrame.from_ndarray(numpy.frombuffer(pcm, "<i2")[None], format="s16", layout="mono")
+    frame.sample_rate = 24_000
+    resampler = av.AudioResampler("s16", "mono", 8_000)
+    return numpy.concatenate(
+        [part.to_ndarray().reshape(-1) for part in (*resampler.resample(frame), *resampler.resample(None))]
+    )
+
+
+def assert_same_sound(heard: numpy.ndarray, ideal: numpy.ndarray) -> None:
+    """int16 [samples] both: speech, equally long and loud, and of one shape wherever it begins within 10 ms."""
+    one, other = heard.astype(float), ideal.astype(float)
+    loud, wanted = (float(numpy.sqrt(numpy.mean(samples**2))) for samples in (one, other))
+    assert wanted > 300, "the answer in PCM is no speech"
+    assert abs(len(one) - len(other)) <= 80, (len(one), len(other))
+    assert wanted / 2 < loud < wanted * 2, (loud, wanted)
+    count = min(len(one), len(other)) - 160
+    middle = other[80 : 80 + count]
+    alike = max(float(numpy.corrcoef(one[at : at + count], middle)[0, 1]) for at in range(161) if at + count <= len(one))
+    assert alike > 0.95, f"correlation {alike:.3f}"
+
+
+class Client:
+    """One situation's client. server: of the address and the name of its model."""
+
+    def __init__(self, socket: RealtimeSocket, server: tuple[str, str]) -> None:
         self.socket = socket
+        self.server = server
         self.since = 0
         self.last: Event | None = None
 
@@ -177,12 +210,28 @@ class Client:
                     await asyncio.gather(quiet, return_exceptions=True)
             case "is", [fields]:
                 assert self.last is not None and holds(self.last.fields, fields), self.last
+            case "sounds_as_in_pcm", [words]:
+                await self.compare(words)
             case _:
                 raise ValueError(step)
 
     async def until(self, name: str) -> None:
         self.last = await self.socket.until(name, since=self.since, limit=LIMIT_S)
         self.since = self.socket.events.index(self.last) + 1
+
+    async def compare(self, words: str) -> None:
+        assert self.last is not None and self.last.type == "response.done"
+        response = self.last["response"]
+        law = {"audio/pcmu": "mulaw", "audio/pcma": "alaw"}[response["audio"]["output"]["format"]["type"]]
+        async with connected(*self.server) as socket:
+            client = Client(socket, self.server)
+            await client.do(["speak", words])
+            await client.do(["until", "response.done"])
+            assert client.last is not None
+            assert client.last["response"]["audio"]["output"]["format"]["type"] == "audio/pcm"
+            said, wanted = (one["output"][0]["content"][0]["transcript"] for one in (response, client.last["response"]))
+            assert said == wanted
+            assert_same_sound(from_g711(spoken_by(self.socket), law), at_8_khz(spoken_by(socket)))
 
     async def append(self, pcm: bytes) -> None:
         for start in range(0, len(pcm), PIECE):
@@ -211,6 +260,11 @@ class Client:
         return found.get(value, value) if isinstance(value, str) else value
 
 
+def spoken_by(socket: RealtimeSocket) -> bytes:
+    """All audio of the session's answers, in its format."""
+    return b"".join(event.pcm for event in socket.events if event.type == "response.output_audio.delta")
+
+
 @pytest.fixture(params=sorted(TABLE))
 async def situation(request: pytest.FixtureRequest, shared_server: Serve) -> AsyncIterator[tuple[dict[str, Any], Client]]:
     case = TABLE[request.param]
@@ -222,7 +276,7 @@ async def situation(request: pytest.FixtureRequest, shared_server: Serve) -> Asy
     else:
         server = shared_server(f"{name}.toml", sets=SETS[name])
     async with connected(server.url, MODELS[name], check=EventChecker()) as socket:
-        yield case, Client(socket)
+        yield case, Client(socket, (server.url, MODELS[name]))
 
 
 async def test_sequence(situation: tuple[dict[str, Any], Client]) -> None:
@@ -253,7 +307,7 @@ def test_the_table_has_every_event_of_both_sides() -> None:
     assert answered == rendered | {"session.created", "session.updated"}
 
 
-# ---- the table's own reading
+# ---- what the table is read by
 
 
 def made(*lines: str, ended: str = "completed") -> list[Event]:
@@ -310,3 +364,22 @@ def test_a_delta_that_comes_too_late_is_a_line_of_its_own(late: str, lines: tupl
     found = shown(made(*lines, ended=ended))
     assert [line for line in found if " behind " in line] == [late]
     assert found.index(late) == len(lines) - 1 - lines[::-1].index(late.split()[0])
+
+
+@pytest.mark.parametrize("law", ["mulaw", "alaw"])
+def test_g711_that_is_garbled_does_not_sound_the_same(law: str) -> None:
+    skip_without_packages()
+    pcm = speech("What is the capital of France?")
+    good, ideal = g711(pcm, law), at_8_khz(pcm)
+    assert_same_sound(from_g711(good, law), ideal)
+    other = {"mulaw": "alaw", "alaw": "mulaw"}[law]
+    for garbled in (
+        from_g711(good, other),
+        from_g711(good[::-1], law),
+        from_g711(bytes(len(good)), law),
+        from_g711(good[:-200], law),
+        numpy.frombuffer(good, numpy.int8).astype(numpy.int16) * 256,
+        from_g711(good, law) // 3,
+    ):
+        with pytest.raises(AssertionError):
+            assert_same_sound(garbled, ideal)
