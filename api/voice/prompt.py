@@ -16,7 +16,7 @@ from omni_bus.api.voice.events import snapshot
 from omni_bus.api.voice.items import InputAudio, Item, OutputAudio
 from omni_bus.api.voice.settings import SessionSettings
 from omni_bus.api.voice.spoken_words import spoken_part
-from omni_bus.events import RequestOptions
+from omni_bus.events import BATCH, INTERACTIVE, RequestOptions
 from omni_bus.payloads import ChatInput
 from omni_bus.sampling import SamplingParams
 from omni_bus.wire import HostTensor
@@ -86,6 +86,8 @@ def build_request(
         seed=settings.seed,
         sampling=sampling,
         prepare=prepare,
+        # Work ahead of a turn waits behind all answers, and takes nobody's place in a full queue.
+        priority=BATCH if prepare else INTERACTIVE,
         affinity=affinity,
     )
     return BusRequest(payload=payload, tensors=tensors, options=options, heard=_heard(items) if hears else ())

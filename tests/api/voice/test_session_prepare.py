@@ -67,6 +67,9 @@ async def test_the_turn_itself_sends_it_away(start: StartSession) -> None:
     await seen.until(events.ResponseDone)
     assert seen.bus.streams[0].cancelled.is_set()
     assert [sent.options.prepare for sent in seen.bus.submissions] == [True, False]
+    assert [sent.options.priority for sent in seen.bus.submissions] == ["batch", "interactive"], (
+        "work ahead takes an answer's place"
+    )
 
 
 async def test_a_refusal_is_nobodys_trouble(start: StartSession) -> None:
