@@ -32,7 +32,7 @@ test:
 	trap 'kill $$computes 2>/dev/null; rm -f "$$said"' EXIT; trap 'exit 130' INT TERM; \
 	echo "$(COMPUTES): beside the others, shown behind them"; \
 	$(BIN)/python -m pytest --durations=40 $(COMPUTES:%=--ignore=%); others=$$?; \
-	wait $$computes; code=$$?; cat "$$said"; exit $$((others ? others : code))
+	wait $$computes; code=$$?; trap 'rm -f "$$said"' EXIT; cat "$$said"; exit $$((others ? others : code))
 
 soak: setup-test
 	$(BIN)/python -m tests.soak.chaos --pipeline $(SOAK) --minutes $(MINUTES) --seed $(SEED)

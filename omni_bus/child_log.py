@@ -30,7 +30,7 @@ class ChildLog:
     def bound(self) -> None:
         """Where `path` is beyond its limit, empty it; its last `limit` bytes are then `older`, instead of what that was.
 
-        A line that is written in this moment may be lost. Never raises for a disk that is full or a file that somebody has removed:
+        A line that is written in this moment may be lost, and on a disk that is full what was kept, too. Never raises for a disk that is full or a file that somebody has removed:
         a log is no reason to end a server.
         """
         with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ class ChildLog:
                 return
             with self.path.open("r+b") as log:
                 log.seek(-self._limit, os.SEEK_END)
-                kept = log.read()
+                kept = log.read(self._limit)  # the process goes on writing
                 log.truncate(0)  # first of all: it makes the room for `older` on a disk that is full
             self.older.write_bytes(kept)
 
@@ -49,6 +49,8 @@ class ChildLog:
 
 
 def _tail(path: pathlib.Path, size: int) -> bytes:
-    with path.open("rb") as file:
+    """Nothing of a file that somebody has removed."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
         return file.read(size)
+    return b""

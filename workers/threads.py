@@ -40,7 +40,7 @@ class ThreadStop:
     def __init__(self) -> None:
         self.raised = False
         self.leave = False
-        self.abort = False
+        self.abort = True  # until its stages are loaded, from the first moment on: nothing before that looks at a flag
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def tell(self, *, raised: bool, leave: bool = False) -> None:

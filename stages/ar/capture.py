@@ -13,8 +13,8 @@ from omni_bus.stages.streams import take_stream
 
 _WARM_UPS = 2  # the first compiles kernels and allocates workspaces; the second finds both there
 
-# For whatever may not fall into a capture that another stage of the process makes in its thread: a wait for the whole device, with which
-# each capture begins, giving memory back to the device, and numbers drawn without a generator of one's own.
+# Stages of one process may capture in threads of their own. Whatever breaks another's capture is done with this held: a wait for the
+# whole device (each capture begins with one), memory given back to the device, numbers drawn from the device's own generator.
 device_alone = threading.Lock()
 
 T = TypeVar("T")

@@ -39,7 +39,7 @@ class Scheduler:
     """Two tables in order of arrival: `waiting` rows hold no blocks, `running` rows hold all they can ever need.
 
     Rows that only prepare (options.prepare) are nobody's answer: one is admitted, and computed, only where no other row has anything
-    to compute. The exception is one that holds what another row waits for: that one is soonest rid of by computing it.
+    to compute. The exception is one that holds what another row waits for: to compute it is the quickest way to free that.
 
     With `whole_prompts` a prompt is cut only if it is longer than a step, not where it does not fit beside others: the next step
     begins with it. A prompt of token ids with up to `graphed` positions takes no kept blocks: a graph computes it from its first

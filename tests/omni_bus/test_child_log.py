@@ -67,3 +67,9 @@ def test_a_file_that_cannot_be_kept_is_cut_and_one_that_is_gone_ends_nobody(tmp_
     assert log.path.read_bytes() == b""
     log.path.unlink()
     log.bound()
+
+
+def test_a_log_that_somebody_removed_has_nothing_to_tell(tmp_path: pathlib.Path) -> None:
+    log = ChildLog(tmp_path / "one.log", 10)
+    log.bound()
+    assert log.tail(5) == b""
