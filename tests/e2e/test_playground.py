@@ -195,6 +195,8 @@ def test_a_picture_is_shown_sent_and_answered(chrome: Browser, omni_checkpoint: 
         seen.page.set_input_files("#picture", tmp_path / "red.png")
         seen.until("() => document.querySelector('#chosen span').textContent === 'red.png'")
         assert seen.page.is_hidden("#alert")
+        _, voice = seen.page.locator("[name=voice] option").all_inner_texts()[:2]  # the first one is what it would be anyway
+        seen.page.select_option("[name=voice]", voice)
         write(seen, "What colour is this?")
         seen.until_turn("user", "What colour")
         assert seen.page.get_attribute(".turn.user img", "alt") == "Picture: red.png"
@@ -203,6 +205,9 @@ def test_a_picture_is_shown_sent_and_answered(chrome: Browser, omni_checkpoint: 
         assert seen.page.is_hidden("#alert") and seen.page.is_hidden("#chosen")
         assert seen.page.inner_text(".turn.assistant .who") == "Answer, cut short at the token limit"
     (item,) = [event["item"] for event in seen.sent if event["type"] == "conversation.item.create"]
+    (session,) = sessions_of_answers(seen)
+    (answer,) = [event["response"] for event in seen.received if event["type"] == "response.created"]
+    assert session["audio"]["output"]["voice"] == answer["audio"]["output"]["voice"] == voice
     image, text = item["content"]
     assert text == {"type": "input_text", "text": "What colour is this?"}
     header, _, data = image["image_url"].partition(",")
@@ -240,16 +245,44 @@ def test_stop_works_before_the_server_has_begun_to_answer(probe: Server, chrome:
         assert seen.page.is_hidden("#alert")
 
 
+def sessions_of_answers(seen: Visit) -> list[dict[str, Any]]:
+    """The session that the page had last asked for, at each answer it asked for."""
+    session, found = {}, []
+    for event in seen.sent:
+        if event["type"] == "session.update":
+            session = event["session"]
+        elif event["type"] == "response.create":
+            assert "response" not in event, "an answer is asked for as the session says"
+            found.append(session)
+    return found
+
+
 def test_settings_are_told_to_the_session(probe: Server, chrome: Browser) -> None:
     with visit(chrome, probe.url) as seen:
+        seen.until("() => document.querySelector('[name=temperature-source]') !== null", why="the stages that generate")
+        asked = {"[name=temperature-source]": "0.5", "[name=seed]": "7", "[name=tokens]": "64", "[name=speed]": "1.25"}
+        for field, value in {**asked, "[name=instructions]": "Be brief."}.items():
+            seen.page.fill(field, value)
         write(seen, "one two")
         seen.until_turn("assistant", "two")
+        seen.until_counter("samplesPlayed", 1)
         seen.until_state("ready")
-        before = seen.counters["samplesPlayed"]
         seen.page.select_option("[name=output]", "text")
         write(seen, "three four")
         seen.until_turn("assistant", "four")
-        assert seen.counters["samplesPlayed"] == before, "text only"
+        seen.until_state("ready")
+        spoken, written = sessions_of_answers(seen)
+        first, second = [event["response"] for event in seen.received if event["type"] == "response.created"]
+        speaking = {event["response_id"] for event in seen.received if event["type"] == "response.output_audio.delta"}
+        shown = [event["session"] for event in seen.received if event["type"] == "session.updated"][-1]
+    for session in (spoken, written):
+        assert session["sampling"] == {"source": {"temperature": 0.5}}
+        assert (session["seed"], session["max_output_tokens"], session["instructions"]) == (7, 64, "Be brief.")
+    assert (spoken["output_modalities"], written["output_modalities"]) == (["audio"], ["text"])
+    assert (spoken["audio"]["output"]["voice"], spoken["audio"]["output"]["speed"]) == ("tone", 1.25)
+    assert written["audio"]["output"].keys() == {"format"}, "nothing of a voice that is not heard"
+    assert speaking == {first["id"]} and second["output_modalities"] == ["text"]
+    assert (shown["seed"], shown["sampling"], shown["audio"]["output"]["speed"]) == (7, written["sampling"], 1.25)
 
 
 # ---- how the server stands

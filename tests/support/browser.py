@@ -92,6 +92,7 @@ class Visit:
         self.requests: list[str] = []
         self.sockets: list[str] = []
         self.sent: list[dict[str, Any]] = []  # events that the page sent
+        self.received: list[dict[str, Any]] = []  # and those it was sent
         self._allowed = allowed
         page.set_default_timeout(WAIT_MS)
         page.add_init_script(_VIOLATIONS)
@@ -108,6 +109,7 @@ class Visit:
     def _connected(self, socket: WebSocket) -> None:
         self.sockets.append(socket.url)
         socket.on("framesent", lambda frame: self.sent.append(json.loads(frame)))
+        socket.on("framereceived", lambda frame: self.received.append(json.loads(frame)))
 
     def until(self, holds: str, argument: Any = None, *, why: str = "") -> None:
         """Wait until the JavaScript function `holds(argument)` is true; at most WAIT_MS."""
