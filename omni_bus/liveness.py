@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import operator
 import pathlib
 import signal
 from collections.abc import Awaitable, Callable, Iterable
@@ -16,11 +17,16 @@ REATTACH_S = 2.0  # for a worker whose connection was cut to come back, before i
 
 
 class Liveness:
-    """`say` tells the user of each kill. Silence is counted in heartbeats missed, so that a pause of our own counts as one."""
+    """`say` tells the user of each kill, with the child as `name` has it. Silence is counted in heartbeats missed, so that a
+    pause of our own counts as one.
+    """
 
-    def __init__(self, bus: BusConfig, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, bus: BusConfig, say: Callable[[str], None], name: Callable[[Child], str] = operator.attrgetter("name")
+    ) -> None:
         self._bus = bus
         self._say = say
+        self._name = name
         self._misses = max(1, math.ceil(bus.lost_after_s / bus.heartbeat_s))
         self._absent: dict[str, asyncio.TimerHandle] = {}  # worker → its kill
 
@@ -84,7 +90,7 @@ class Liveness:
             self._kill(child)
 
     def _kill(self, child: Child) -> None:
-        self._say(f"{child.name} does not answer; ending it by force")
+        self._say(f"{self._name(child)} does not answer; ending it by force")
         child.send_signal(signal.SIGKILL)
 
 

@@ -18,11 +18,12 @@ from omni_bus.attach import ATTACH_ANEW, DISMISSED, Attachment, remote_name, sea
 from omni_bus.attach_client import NoBroker, ask, wish
 from omni_bus.child import BACKOFF_LIMIT_S, Child, how_it_ended
 from omni_bus.config import with_threads
-from omni_bus.deployment import Deployment
+from omni_bus.deployment import BusConfig, Deployment
 from omni_bus.devices import missing_device
 from omni_bus.errors import ConfigError, DeviceUnavailable
 from omni_bus.events import Attached
 from omni_bus.keys import KeyPair, ServerSecrets, WorkerKey
+from omni_bus.liveness import Liveness
 from omni_bus.memory import plan
 from omni_bus.names import did_you_mean
 from omni_bus.run_dirs import clear_run_dir, create_run_dir, sweep_run_dirs
@@ -62,11 +63,11 @@ class RemoteSupervisor:
         self._host = f"{name}-{secrets.token_hex(3)}"
         self._run_dir = create_run_dir()
         self._children: list[Child] = []
-        self._backoff_s = 0.5
-        self._drain_s = 0.0
+        self._bus = BusConfig()  # the broker's, once it has told
         self._stopping = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._attaching: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None  # for workers that are stopped; one whose loop hangs ends itself
         self._ended: asyncio.Future[int]
         self._hurry = asyncio.Event()
 
@@ -103,7 +104,7 @@ class RemoteSupervisor:
         wanted = self._wanted
         told = await ask(wanted.broker, wanted.key, self._host, wish(wanted.stages, wanted.pipeline), wait_s)
         deployment = self._seated(told)
-        self._drain_s, self._backoff_s = deployment.bus.drain_s, deployment.bus.restart_backoff_s
+        self._bus = deployment.bus
         attachment = Attachment(
             broker=str(wanted.broker),
             key=wanted.key,
@@ -149,7 +150,7 @@ class RemoteSupervisor:
 
     async def _attach_anew(self) -> None:
         """As often as it takes: the broker may be away for long. Ends the command where it refuses."""
-        delay = self._backoff_s
+        delay = self._bus.restart_backoff_s
         for timer in self._timers.values():
             timer.cancel()
         for child in self._children:
@@ -180,6 +181,12 @@ class RemoteSupervisor:
             self._children = [Child(seat, self._run_dir.log(seat), self._on_exit) for seat in seats]
         for child in self._children:
             self._start(child)
+        if self._watching is not None:
+            self._watching.cancel()
+        liveness = Liveness(self._bus, self._say, self._name)
+        # No worker is among those that beat: the one byte in its pipe says that it is ready.
+        self._watching = asyncio.ensure_future(liveness.standing_still(lambda: self._children, ()))
+        self._watching.add_done_callback(self._task_ended)
 
     def _start(self, child: Child) -> None:
         if child.alive or self._stopping:
@@ -214,15 +221,15 @@ class RemoteSupervisor:
             self._say(f"{self._name(child)} was sent away by the broker; attaching anew")
             if self._attaching is None or self._attaching.done():
                 self._attaching = asyncio.ensure_future(self._attach_anew())
-                self._attaching.add_done_callback(self._attach_ended)
+                self._attaching.add_done_callback(self._task_ended)
         else:
             for line in child.last_lines(LAST_LINES) if code and not child.ready else ():
                 self._say(f"  {child.name} | {line}")
-            delay = child.backoff(self._backoff_s)
+            delay = child.backoff(self._bus.restart_backoff_s)
             self._say(f"{self._name(child)} ended ({how_it_ended(code)}); starting it again in {delay:g} s")
             self._timers[child.name] = asyncio.get_running_loop().call_later(delay, self._start, child)
 
-    def _attach_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._say(f"internal error: {error!r}")
             self._end(1)
@@ -247,12 +254,13 @@ class RemoteSupervisor:
         self._stopping = True
         for timer in self._timers.values():
             timer.cancel()
-        if self._attaching is not None:
-            self._attaching.cancel()
-            await asyncio.wait({self._attaching})
+        for task in (self._attaching, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
         for child in self._children:
             child.send_signal(signal.SIGUSR1)
-        await self._gone(self._drain_s + MARGIN_S)
+        await self._gone(self._bus.drain_s + MARGIN_S)
         for child in self._children:
             child.send_signal(signal.SIGTERM)
         await self._gone(TOLD_S, even_in_a_hurry=True)

@@ -215,6 +215,24 @@ def test_a_worker_that_is_killed_costs_its_own_requests_and_is_started_again(doo
         assert worker.stop() == 0
 
 
+def test_a_worker_that_is_stopped_is_ended_by_force_and_started_again(door: Door) -> None:
+    server = door.server
+    with bringing(door.base, door.broker) as worker:
+        worker.wait_said("is ready")
+        speaks(server)
+        [process] = worker.workers()
+        process.send_signal(signal.SIGSTOP)
+
+        def another_serves() -> bool:
+            return [(found["state"], found["pid"] != process.pid) for found in replicas(server)] == [("ready", True)]
+
+        eventually(another_serves, 60, "another process serves")
+        assert not process.is_running()
+        assert re.search(r"relay@\S+\.0 does not answer; ending it by force\n", worker.said), worker.said
+        speaks(server)
+        assert worker.stop() == 0
+
+
 def test_workers_come_back_to_a_broker_that_died_and_to_another_server(base: pathlib.Path) -> None:
     config = new_config(base)
     with started(config) as server, bringing(base, broker_of(config)) as worker:
