@@ -80,9 +80,8 @@ class StageThreads:
         sys.setswitchinterval(SWITCH_S)
         for stages in self._workers.values():
             for stage in stages:
-                self._pipeline.stage(
-                    stage
-                ).factory()  # imports what it needs: threads that import at once may meet half a module
+                # Imports what it needs: threads that import at once may meet half a module.
+                self._pipeline.stage(stage).factory()
         running = set(self._workers)
         for name in self._workers:
             # Daemons: the interpreter's end would wait for one that is in the middle of a load.
