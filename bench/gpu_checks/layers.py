@@ -374,6 +374,7 @@ def graph_ms(step: Callable[[], object], replays: int = 15) -> float:
 
 
 REPLAYS = 256
+NO_ROWS = range(0)  # of ops.SMALL_ROWS: none goes by that kernel
 
 
 @torch.no_grad()
@@ -445,7 +446,7 @@ def decode_time(config: DecoderConfig, real_layers: int) -> str:
         ordinary = ""
         if rows <= ops.STEP_ROWS:
             most = ops.STEP_ROWS, ops.FEW_ROWS, ops.SMALL_ROWS
-            ops.STEP_ROWS = ops.FEW_ROWS = ops.SMALL_ROWS = 0
+            ops.STEP_ROWS, ops.FEW_ROWS, ops.SMALL_ROWS = 0, 0, NO_ROWS
             try:
                 other = graph_ms(functools.partial(decoder, x, positions, NoAttention())) / config.layers
             finally:
@@ -530,7 +531,7 @@ def small_batch_times() -> str:
     """Each kind of layer of the code predictor as ordinary products with what stands beside them, by the kernel for few rows and by that
     for small batches: what ops.FEW_ROWS and ops.SMALL_ROWS should be."""
     words = []
-    bounds = {"ordinary": (0, 0), "few": (4, 4), "small": (0, 64)}
+    bounds = {"ordinary": (0, NO_ROWS), "few": (4, NO_ROWS), "small": (0, range(1, 65))}
     before = ops.FEW_ROWS, ops.SMALL_ROWS
     try:
         for inputs, outputs, gated in ((1024, 4096, False), (1024, 3072, True), (2048, 1024, False), (3072, 1024, False)):
