@@ -7,10 +7,13 @@ import torch
 from omni_bus.errors import OmniBusError, OutOfMemory, StageFailed
 
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: the context is as good as before
+_HOST_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words; the error is a plain RuntimeError
 
 
 def out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "error_code", 0) == _CUDA_OUT_OF_MEMORY
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "error_code", 0) == _CUDA_OUT_OF_MEMORY:
+        return True
+    return isinstance(error, RuntimeError) and _HOST_OUT_OF_MEMORY in str(error)
 
 
 def raise_if_device_is_lost(error: Exception) -> None:
