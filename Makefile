@@ -9,6 +9,7 @@ ONCE ?=
 MINUTES ?= 8
 SEED ?= 1
 SOAK ?= qwen3-omni-tiny
+OUT ?=
 # Tests that only compute. They run beside the others, which start servers and wait for them, and give way to these.
 COMPUTES := tests/stages tests/deploy $(addprefix tests/bench/,test_simulation.py test_whole_check.py test_fp8_error.py)
 
@@ -17,7 +18,7 @@ COMPUTES := tests/stages tests/deploy $(addprefix tests/bench/,test_simulation.p
 help:
 	@echo "make demo         asks a spoken question of real models on this CPU, then goes on serving (ONCE=1: ends after its turn)"
 	@echo "make test         lint, types and every test"
-	@echo "make soak         kills, stops and cuts random processes under load (MINUTES=8 SEED=1 SOAK=qwen3-omni-tiny, or probe); CI runs 3 minutes of it"
+	@echo "make soak         kills, stops, cuts off and fails random processes under load (MINUTES=8 SEED=1 SOAK=qwen3-omni-tiny, or probe; OUT=DIR: a record); CI runs 3 minutes of it"
 	@echo "make lint         ruff, formatting and mypy --strict"
 	@echo "make clean        removes $(VENV) and $(CLIENTS)"
 
@@ -35,7 +36,7 @@ test:
 	wait $$computes; code=$$?; trap 'rm -f "$$said"' EXIT; cat "$$said"; exit $$((others ? others : code))
 
 soak: setup-test
-	$(BIN)/python -m tests.soak.chaos --pipeline $(SOAK) --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tests.soak.chaos --pipeline $(SOAK) --minutes $(MINUTES) --seed $(SEED) $(if $(OUT),--out $(OUT))
 
 lint: setup-test
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import socket
+from collections.abc import Callable, Iterable
 
 import psutil
 
@@ -14,15 +15,26 @@ _SYS_PIDFD_GETFD = 438  # the same number on every architecture of Linux
 
 def cut_unix_sockets(pid: int, path_end: str) -> int:
     """Shut down each connected Unix stream socket of `pid` whose own or whose peer's path ends so. Returns how many."""
+    connections = psutil.Process(pid).net_connections("unix")
+    return _cut(pid, [one.fd for one in connections if one.fd >= 0], lambda found: _leads_to(found, path_end))
+
+
+def cut_tcp_sockets(pid: int) -> int:
+    """Shut down each TCP connection of `pid`, whomever it leads to; what listens goes on listening. Returns how many."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return _cut(pid, [one.fd for one in connections if one.fd >= 0 and one.status == psutil.CONN_ESTABLISHED], _connected)
+
+
+def _cut(pid: int, descriptors: Iterable[int], wanted: Callable[[socket.socket], bool]) -> int:
     cut = 0
     pidfd = os.pidfd_open(pid)
     try:
-        for descriptor in _sockets(pid):
+        for descriptor in descriptors:
             taken = _take(pidfd, descriptor)
             if taken is None:
                 continue
             with socket.socket(fileno=taken) as found:
-                if _leads_to(found, path_end):
+                if wanted(found):
                     found.shutdown(socket.SHUT_RDWR)
                     cut += 1
     finally:
@@ -30,8 +42,13 @@ def cut_unix_sockets(pid: int, path_end: str) -> int:
     return cut
 
 
-def _sockets(pid: int) -> list[int]:
-    return [connection.fd for connection in psutil.Process(pid).net_connections("unix") if connection.fd >= 0]
+def _connected(found: socket.socket) -> bool:
+    """Its number may have become another file's since it was looked up."""
+    if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+        return False
+    with contextlib.suppress(OSError):
+        return found.getpeername() is not None
+    return False
 
 
 def _take(pidfd: int, descriptor: int) -> int | None:
