@@ -42,9 +42,12 @@ class Operators:
         else:
             await self._command("scale", stage, str(REPLICAS + 1 if what == "more" else REPLICAS - 1))
 
-    async def restart_all(self) -> None:
-        """Every worker is replaced, under load and without a fault: nobody may notice."""
-        assert await self._command("restart", "--rolling") == 0, self.commands[-1]
+    def some_stage(self) -> str:
+        return self._draw.choice(self._crew.stages)
+
+    async def restart(self, stage: str) -> None:
+        """Every worker of a stage, "" of all, is replaced, under load and without a fault: nobody may notice."""
+        assert await self._command("restart", "--rolling", *filter(None, [stage])) == 0, self.commands[-1]
 
     async def as_wanted(self) -> None:
         """Every stage has its replicas again."""
