@@ -31,7 +31,10 @@ LINGER_MS = 500  # for the last events of a broker that stops
 
 
 class Broker:
-    """Binds `endpoint` and serves until `stop`. Runs on the current asyncio loop, needs no task."""
+    """Binds `endpoint` and serves until `stop`. Runs on the current asyncio loop, which is its own, and needs no task.
+
+    What is raised in a callback and not caught there ends it: nobody knows what of it still holds, and a new one is there in a second.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Broker:
         self._clock_version = -1
         self._probe: asyncio.TimerHandle | None = None
         self._stopped: asyncio.Future[None] = self._loop.create_future()
+        self._loop.set_exception_handler(self._broken)
         self._stop_asked = False
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -81,7 +85,7 @@ class Broker:
         self._carry_out(self._orchestrator.stop(0.0, time.monotonic()))
 
     async def wait(self) -> None:
-        """Until a stop that `stop` asked for is over."""
+        """Until a stop that `stop` asked for is over. Raises what broke it."""
         await self._stopped
 
     def close(self) -> None:
@@ -134,6 +138,11 @@ class Broker:
             self._carry_out(self._orchestrator.malformed(peer, error, now))
         else:
             self._carry_out(self._orchestrator.handle(peer, event, frames[2:], now))
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception") or RuntimeError(context["message"])
+        if not self._stopped.done():
+            self._stopped.set_exception(error)
 
     def _on_disconnected(self, frames: list[zmq.Frame]) -> None:
         self._connection_closed()

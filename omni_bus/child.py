@@ -58,6 +58,11 @@ class Child:
         return self._process is not None
 
     @property
+    def age_s(self) -> float:
+        """Seconds since its process was started."""
+        return self._clock() - self._born
+
+    @property
     def title(self) -> str:
         """Its name, and what else ends with it."""
         return self.name if self.workers == (self.name,) else f"{self.name} ({', '.join(self.workers)})"

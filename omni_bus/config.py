@@ -56,6 +56,8 @@ RULES: dict[str, Rule] = {
     "bus.admit_rtf": (lambda factor: 0.0 <= factor <= 100.0, "from 0 to 100"),
     "bus.heartbeat_s": (lambda seconds: 0.05 <= seconds <= 60, "from 0.05 to 60"),
     "bus.lost_after_s": (lambda seconds: 0.1 <= seconds <= 3600, "from 0.1 to 3600"),
+    "bus.broker_lost_after_s": (lambda seconds: 0.1 <= seconds <= 3600, "from 0.1 to 3600"),
+    "bus.load_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 (no limit) to 86400"),
     "bus.step_s": (lambda seconds: 0 <= seconds <= 86400, "from 0 (no limit) to 86400"),
     "bus.retries": (lambda count: 0 <= count <= 10, "from 0 to 10"),
     "bus.gpu_buffer_mb": (lambda size: 1 <= size <= 65536, "from 1 to 65536"),

@@ -51,7 +51,9 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     admit_rtf: float = 0.9  # predicted real-time factor up to which a replica is given one more request with speech; 0 = any
     heartbeat_s: float = 2.0
     lost_after_s: float = 20.0  # without an answer a process counts as lost
+    broker_lost_after_s: float = 5.0  # without an answer of the broker it counts as lost: it has no long steps
     step_s: float = 60.0  # a step of a stage that takes longer hangs, and its worker is ended; 0 = none does
+    load_s: float = 600.0  # without progress of a process that starts or loads: it hangs, and is ended; 0 = none does
     retries: int = 1  # of a request whose replica was lost before any output left
     gpu_buffer_mb: int = 256  # MiB of a GPU for the tensors that one worker sends on cuda_ipc edges
     gpu_fences: str = "words"  # words | events: what a stream waits for on a cuda_ipc edge (connectors/cuda_words.py)

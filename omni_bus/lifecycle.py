@@ -119,6 +119,20 @@ class Lifecycle:
         if request is not None:
             self._fail(request, error, now)
 
+    def fail_submitted(self, client: bytes, ticket: int, error: OmniBusError, now: float) -> None:
+        """Of a ticket that may not have become a request yet."""
+        request = self.table.of_client(client, ticket)
+        if request is None:
+            self.refuse(client, ticket, error)
+        else:
+            self._fail(request, error, now)
+
+    def fail_number(self, number: int, error: OmniBusError, now: float) -> None:
+        """By the bus's own number, of a request that may have ended."""
+        request = self.table.get(number)
+        if request is not None:
+            self._fail(request, error, now)
+
     def fail_client(self, client: bytes, error: OmniBusError, now: float) -> None:
         for request in self.table.all_of_client(client):
             self._fail(request, error, now)

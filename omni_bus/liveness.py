@@ -13,6 +13,9 @@ from omni_bus.child import Child
 from omni_bus.deployment import BusConfig
 from omni_bus.events import Status
 
+BEATS = 8  # looks at a broker that does not answer, until it counts as lost
+HELD = 3  # of them at which it was stopped, in a row: then it cannot answer, and is not waited for
+LOOK_S = 1.0  # from one answer of the broker to the next question, at most
 REATTACH_S = 2.0  # for a worker whose connection was cut to come back, before it counts as one that never will
 
 
@@ -31,23 +34,33 @@ class Liveness:
         self._absent: dict[str, asyncio.TimerHandle] = {}  # worker → its kill
 
     async def broker(self, broker: Child, ask: Callable[[], Awaitable[object]], again: Callable[[], None]) -> None:
-        """Until it has not answered `ask` for `lost_after_s`. Its first answer waits for its start. `again`: after a miss, to ask anew."""
-        await ask()
-        missed = 0
-        while missed < self._misses:
-            try:
-                async with asyncio.timeout(self._bus.heartbeat_s):
-                    await ask()
-            except TimeoutError:
-                missed += 1
-                again()
-            else:
-                missed = 0
-                await asyncio.sleep(self._bus.heartbeat_s)
+        """Until it has not answered `ask` for `broker_lost_after_s`, or was seen to be stopped. Its first answer waits for its start, for
+        `load_s` at most. `again`: to ask anew, since a question may be lost with its connection.
+        """
+        beat = self._bus.broker_lost_after_s / BEATS
+        missed = held = 0
+        first, question = True, asyncio.ensure_future(ask())
+        try:
+            while missed < BEATS and held < HELD:
+                await asyncio.wait({question}, timeout=(self._bus.load_s or None) if first else beat)
+                if question.done():
+                    question.result()
+                    first, missed, held = False, 0, 0
+                    await asyncio.sleep(min(self._bus.heartbeat_s, LOOK_S))
+                    question = asyncio.ensure_future(ask())
+                    continue
+                missed = BEATS if first else missed + 1
+                held = held + 1 if _stopped(broker.pid) else 0
+                if missed == BEATS // 2:
+                    question.cancel()
+                    again()
+                    question = asyncio.ensure_future(ask())
+        finally:
+            question.cancel()
         self._kill(broker)
 
     async def standing_still(self, children: Callable[[], Iterable[Child]], beating: Iterable[Child]) -> None:
-        """For ever: whoever is stopped, even while it starts, and of `beating` who is ready and sends no beat."""
+        """For ever: whoever is stopped, even while it starts, and of `beating` who is ready and sends no beat, or does not become ready."""
         beaters = {child.name for child in beating}
         seen: dict[str, tuple[int, int]] = {}  # beats, and how often in a row it stood still
         while True:
@@ -56,7 +69,8 @@ class Liveness:
                 beats, missed = seen.get(child.name, (0, 0))
                 silent = child.name in beaters and child.ready and child.beats == beats
                 missed = missed + 1 if child.alive and (silent or _stopped(child.pid)) else 0
-                if missed > self._misses:
+                begins = child.name in beaters and child.alive and not child.ready
+                if missed > self._misses or (begins and 0 < self._bus.load_s < child.age_s):
                     self._kill(child)
                     missed = 0
                 seen[child.name] = (child.beats, missed)

@@ -1,13 +1,15 @@
 """Who may say what to the broker, and what it answers: peers, the registry's changes, status, the clock, the stop. Sans I/O.
 
 `handle` takes one event of one peer, `tick` the passing of time; both return what is to be sent. A peer that breaks a rule
-outside any request hurts itself only: a worker is taken as lost, a client's requests fail.
+outside any request hurts itself only: a worker is taken as lost, a client's requests fail. So does a fault of our own: what meets it in
+an event is the event's request, or else the peer. Where that cannot be ended either, the exception goes on and ends the process.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import traceback
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -16,7 +18,7 @@ from omni_bus.attach import Reception
 from omni_bus.binding import Binder
 from omni_bus.deployment import Deployment
 from omni_bus.drains import Drains
-from omni_bus.errors import OmniBusError, Overloaded, ProtocolViolation, RateLimited, ShuttingDown
+from omni_bus.errors import OmniBusError, OutOfMemory, Overloaded, ProtocolViolation, RateLimited, ShuttingDown
 from omni_bus.keys import ServerSecrets
 from omni_bus.leases import Leases
 from omni_bus.lifecycle import Lifecycle
@@ -86,6 +88,8 @@ class Orchestrator:
                 self._from_client(peer, event, frames, now)
         except ProtocolViolation as error:
             self._violated(peer, error, now)
+        except Exception as error:
+            self._fault(peer, event, error, now)
         return self._flush(now)
 
     def malformed(self, peer: bytes, error: ProtocolViolation, now: float) -> list[Message]:
@@ -314,6 +318,25 @@ class Orchestrator:
             self.lifecycle.fail_client(peer, error, now)
         else:
             self._log_stranger(f"a stranger broke the protocol: {error.message}")
+
+    def _fault(self, peer: bytes, event: events.Event, error: Exception, now: float) -> None:
+        """A fault of ours, or no memory, in the handling of `event`."""
+        kind = type(event).__name__
+        self._log(f"{kind} cannot be handled:\n{''.join(traceback.format_exception(error)).rstrip()}")
+        said: OmniBusError = OmniBusError("the broker failed on this request; its log says why")
+        if isinstance(error, MemoryError):
+            said = OutOfMemory("the broker has no memory for this request")
+        worker = self.registry.get(peer)
+        if worker is not None and (number := getattr(event, "request", None)) is not None:
+            self.lifecycle.fail_number(number, said, now)
+        elif worker is not None:
+            # What it said is lost: it may be ready, or idle, and would never be asked again.
+            self._lose(worker, f"its {kind} could not be handled", now, farewell=True)
+        elif peer in self._clients and isinstance(event, (events.Submit, events.Append, events.CancelRequest, events.Consumed)):
+            ticket = event.request if isinstance(event, events.Consumed) else event.ticket
+            self.lifecycle.fail_submitted(peer, ticket, said, now)
+        elif isinstance(event, events.Lease):
+            self._send(peer, events.LeaseRefused(event.lease, said.info()), ())
 
     def _log_stranger(self, line: str) -> None:
         if self._strangers < STRANGERS:

@@ -22,6 +22,7 @@ from omni_bus.tcp_endpoint import TcpEndpoint
 from omni_bus.workers import engine_loop
 from omni_bus.workers.link import BrokerLink
 from omni_bus.workers.trace import Trace, TracedLink
+from omni_bus.workers.watchdog import Watchdog
 from omni_bus.workers.worker import Worker
 
 
@@ -72,11 +73,14 @@ def serve(
         link = BrokerLink(run_dir.broker, name, stop.fd, beside=connectors.tcp.socket)
     try:
         server = "" if secrets is None else secrets.server
+        watchdog = Watchdog(deployment.bus.load_s)
+        watchdog.looked()
         worker = Worker(name, deployment, pipeline, connectors, link.send, seat=seat, server=server)
         worker.register()
         stop.abort = True
-        worker.load()
+        worker.load(watchdog.looked)
         stop.abort = False
+        watchdog.rest()
         loaded()
         engine_loop.run(worker, link, stop, deployment.bus.heartbeat_s, deployment.bus.step_s)
         if worker.refused is not None:

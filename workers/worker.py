@@ -90,8 +90,8 @@ class Worker:
             (),
         )
 
-    def load(self) -> None:
-        """Load every stage. Raises CheckpointError or DeviceUnavailable; any other error of a stage's load ends the process as well."""
+    def load(self, got_further: Callable[[], None] = lambda: None) -> None:
+        """Load every stage; `got_further` is called at every sign of progress. Raises CheckpointError or DeviceUnavailable; any other error of a stage's load ends the process as well."""
         shares = memory.plan(self._deployment, self._pipeline)
         for name, device in self._devices.items():
             config = self._deployment.stages[name]
@@ -105,7 +105,7 @@ class Worker:
                     device=device,
                     config=config,
                     edges=self._deployment.edges,
-                    progress=self._progress(name),
+                    progress=self._progress(name, got_further),
                     state_bytes=None if share is None else share.state,
                 )
             )
@@ -123,6 +123,7 @@ class Worker:
                     connector = self._deployment.edges[edge.name].connector
                     self._connectors.prepare(connector, device, sends=edge.source == name)
             self._ready(name)
+            got_further()
 
     # ---- driven by the engine loop
 
@@ -231,11 +232,12 @@ class Worker:
     def _ready(self, stage: str) -> None:
         self._send(events.Ready(stage, self._deployment.stages[stage].max_batch), ())
 
-    def _progress(self, stage: str) -> Callable[[float, str], None]:
+    def _progress(self, stage: str, got_further: Callable[[], None]) -> Callable[[float, str], None]:
         last_sent = 0.0
 
         def progress(fraction: float, detail: str) -> None:
             nonlocal last_sent
+            got_further()
             now = time.monotonic()
             if fraction >= 1 or now - last_sent >= PROGRESS_S:
                 last_sent = now

@@ -233,6 +233,33 @@ def test_a_worker_that_is_stopped_is_ended_by_force_and_started_again(door: Door
         assert worker.stop() == 0
 
 
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_command_itself_killed_takes_its_workers_along_and_stopped_is_missed_by_nobody(
+    door: Door, way: signal.Signals
+) -> None:
+    server = door.server
+    with ThreadPoolExecutor(1) as thread, bringing(door.base, door.broker) as worker:
+        eventually(server.ready, 120, "the server is ready")
+        answer = thread.submit(server.chat, "word !sleep:relay:2000 word", audio=True, stream=False)
+        eventually(lambda: any(replica["requests"] for replica in replicas(server)), 20, "the answer has begun")
+        [process] = worker.workers()
+        worker.process.send_signal(way)
+        if way == signal.SIGSTOP:
+            assert answer.result(PATIENCE_S)
+            speaks(server)
+            worker.process.send_signal(signal.SIGCONT)
+            assert worker.stop() == 0
+            return
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            answer.result(PATIENCE_S)
+        assert json.loads(refused.value.read())["error"]["code"] in ("replica_lost", "no_ready_replica")
+        process.wait(PATIENCE_S)
+        eventually(lambda: not replicas(server), 60, "the server has forgotten them")
+        with bringing(door.base, door.broker) as another:
+            speaks(server)
+            assert another.stop() == 0
+
+
 def test_workers_come_back_to_a_broker_that_died_and_to_another_server(base: pathlib.Path) -> None:
     config = new_config(base)
     with started(config) as server, bringing(base, broker_of(config)) as worker:

@@ -10,7 +10,10 @@ from omni_bus.deployment import ApiConfig, BusConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "failures.md").read_text()
-TESTS = "".join((ROOT / "tests" / "e2e" / name).read_text() for name in ("test_failures.py", "test_up_lifecycle.py"))
+TESTS = "".join(
+    (ROOT / "tests" / "e2e" / name).read_text()
+    for name in ("test_failures.py", "test_failures_own_code.py", "test_up_lifecycle.py")
+)
 
 
 def test_every_row_names_a_test_that_exists() -> None:

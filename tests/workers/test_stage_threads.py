@@ -186,10 +186,26 @@ def test_the_timer_of_a_process_is_set_for_the_loop_that_is_due_first(monkeypatc
 
     looked, done = threading.Event(), threading.Event()
     watchdog.Watchdog(1000.0).looked()
-    slow = run(watchdog.Watchdog(5000.0).looked, looked.set, lambda: done.wait(PATIENCE_S))
+    slow = run(lambda: watchdog.Watchdog(5000.0).looked(), looked.set, lambda: done.wait(PATIENCE_S))
     assert looked.wait(PATIENCE_S)
-    run(watchdog.Watchdog(500.0).looked, watchdog.loop_is_over).join(PATIENCE_S)
+    run(lambda: watchdog.Watchdog(500.0).looked(), watchdog.loop_is_over).join(PATIENCE_S)
     run(watchdog.loop_is_over).join(PATIENCE_S)  # of a loop without a limit
     done.set()
     slow.join(PATIENCE_S)
     assert [round(seconds, -2) for seconds in armed] == [1000, 1000, 500, 1000]
+
+
+def test_what_watched_a_load_rests_until_the_loop_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress may be told by another thread than the one that loads; and with `bus.step_s = 0` no loop takes the timer over."""
+    armed: list[float | None] = []
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, **said: armed.append(seconds))
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
+    monkeypatch.setattr(watchdog, "_due", {})
+    load = watchdog.Watchdog(1000.0)
+    load.looked()
+    teller = threading.Thread(target=load.looked)
+    teller.start()
+    teller.join(PATIENCE_S)
+    load.rest()
+    load.rest()
+    assert [seconds and round(seconds, -2) for seconds in armed] == [1000, 1000, None]
