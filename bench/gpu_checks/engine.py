@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from omni_bus.deployment import StageConfig
 from omni_bus.events import RequestOptions
 from omni_bus.sampling import SamplingParams
-from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention, Span
+from omni_bus.stages.ar.attention import DecodeAttention
 from omni_bus.stages.ar.causal_lm import PromptIds
 from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.mlp import DenseConfig, MoEConfig
 from omni_bus.stages.ar.program import Row, StepTensors
-from omni_bus.stages.ar.prompt_graphs import PromptAttention
 from omni_bus.stages.ar.stage import ARStage
 from omni_bus.stages.contract import Chunk, StageContext, StageError, StageRequest
 
@@ -38,16 +37,15 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     for name, shape in SHAPES.items():
         for dtype in TOLERANCE:
             yield f"attention {name} {str(dtype)[6:]}", functools.partial(_attention, shape, dtype)
-    for name, shape in SHAPES.items():
-        for dtype in TOLERANCE:
-            yield f"prompt attention {name} {str(dtype)[6:]}", functools.partial(_prompts, shape, dtype)
     for attention in ("torch", "triton"):
         for experts in (0, 8):
             yield f"decode by graphs, attention {attention}, {experts} experts", functools.partial(_decode, attention, experts)
         yield f"kept blocks, attention {attention}", functools.partial(_kept, attention)
 
 
-def _config(heads: int, kv_heads: int, head_dim: int, *, layers: int = 1, hidden: int = 64, experts: int = 0) -> DecoderConfig:
+def small_config(
+    heads: int, kv_heads: int, head_dim: int, *, layers: int = 1, hidden: int = 64, experts: int = 0
+) -> DecoderConfig:
     mlp = MoEConfig(experts=experts, top_k=2, intermediate=64) if experts else DenseConfig(intermediate=128)
     return DecoderConfig(
         hidden=hidden,
@@ -64,7 +62,7 @@ def _config(heads: int, kv_heads: int, head_dim: int, *, layers: int = 1, hidden
 
 def _attention(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
     heads, kv_heads, head_dim = shape
-    config, block_size = _config(*shape), 16
+    config, block_size = small_config(*shape), 16
     generator = torch.Generator(CUDA).manual_seed(0)
     pages = -(-max(LENGTHS) // block_size)
     cache = KVCache(config, blocks=max(BATCHES) * pages, block_size=block_size, dtype=dtype, device=CUDA)
@@ -97,70 +95,23 @@ def _attention(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
                 form.begin(slots, on_device)
                 results.append(form.attend(0, query, key, value).float())
                 written.append((keys.clone(), values.clone()))
-            error = _error(results[1], results[0])
+            error = difference(results[1], results[0])
             assert error <= TOLERANCE[dtype], f"batch {batch}, lengths {lengths[:6]}: differs by {error:.2e}"
             for plain, fused in zip(*written, strict=True):
                 assert torch.equal(plain, fused), f"batch {batch}, lengths {lengths[:6]}: the cache differs"
             worst = max(worst, error)
             if batch in (1, 16, 64) and lengths[0] == lengths[-1] and lengths[0] in (700, 4097):
                 form = forms[1]
-                spent = _graph_time(functools.partial(form.attend, 0, query, key, value))
+                spent = graph_time(functools.partial(form.attend, 0, query, key, value))
                 figures.append(f"{batch}x{lengths[0]}: {spent * 1e6:.1f}")
     return f"error {worst:.1e}; µs, rows x positions: " + ", ".join(figures)
 
 
-def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(result: torch.Tensor, expected: torch.Tensor) -> float:
     return ((result - expected).abs() / (1 + expected.abs())).max().item()
 
 
-def _prompts(shape: tuple[int, int, int], dtype: torch.dtype) -> str:
-    """Beginnings of prompts, later pieces and single positions in one batch against the same in float32 on the CPU; whole prompts
-    by the form that graphs hold as well."""
-    heads, kv_heads, head_dim = shape
-    config, size = _config(*shape), 16
-    generator = torch.Generator().manual_seed(2)
-    begins = [Span([1, 2, 3], 0, 40), Span([4, 5], 0, 17), Span([13], 0, 1)]
-    mixed = [*begins, Span([6, 7, 8, 9], 30, 33), Span([10, 11], 31, 1), Span([12], 0, 2)]
-    caches = [KVCache(config, blocks=16, block_size=size, dtype=torch.float32, device="cpu")]
-    for tensor in caches[0].layer(0):
-        tensor[size:] = torch.randn(tensor[size:].shape, generator=generator).to(dtype)
-    for _ in range(2):
-        caches.append(KVCache(config, blocks=16, block_size=size, dtype=dtype, device=CUDA))
-        for source, target in zip(caches[0].layer(0), caches[-1].layer(0), strict=True):
-            target.copy_(source)
-    worst = 0.0
-    for spans in (mixed, begins):
-        tokens = sum(span.count for span in spans)
-        packed = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
-        plain = PagedAttention(config, caches[0])
-        plain.plan(spans)
-        expected = plain.attend(0, *torch.split(packed.float(), [heads, kv_heads, kv_heads], dim=1))
-        parts = torch.split(packed.to(CUDA), [heads, kv_heads, kv_heads], dim=1)
-        paged = PagedAttention(config, caches[1])
-        paged.plan(spans)
-        results = [paged.attend(0, *parts)]
-        if spans is begins:
-            fixed = PromptAttention(config, caches[2])
-            slots = torch.cat([caches[2].slots(span.blocks, span.count) for span in spans]).to(CUDA)
-            numbers = torch.repeat_interleave(torch.tensor([span.count for span in spans])).to(CUDA)
-            fixed.begin(slots, numbers, dtype)
-            results.append(fixed.attend(0, *parts))
-        for result in results:
-            error = _error(result.float().cpu(), expected)
-            assert error <= TOLERANCE[dtype], f"{len(spans)} spans: differs by {error:.2e}"
-            worst = max(worst, error)
-    figures = []
-    for tokens in (128, 512):
-        cache = KVCache(config, blocks=64, block_size=size, dtype=dtype, device=CUDA)
-        fixed = PromptAttention(config, cache)
-        fixed.begin(torch.arange(tokens, device=CUDA), torch.zeros(tokens, dtype=torch.int64, device=CUDA), dtype)
-        packed = torch.randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=CUDA)
-        parts = torch.split(packed, [heads, kv_heads, kv_heads], dim=1)
-        figures.append(f"{tokens}: {_graph_time(functools.partial(fixed.attend, 0, *parts)) * 1e6:.1f}")
-    return f"error {worst:.1e}; µs, positions: " + ", ".join(figures)
-
-
-def _graph_time(call: Callable[[], object], repeats: int = 20) -> float:
+def graph_time(call: Callable[[], object], repeats: int = 20) -> float:
     """Seconds of one call inside a graph of `repeats` of them."""
     call()
     torch.cuda.synchronize()
@@ -176,17 +127,18 @@ def _graph_time(call: Callable[[], object], repeats: int = 20) -> float:
     return (time.perf_counter() - begin) / repeats
 
 
-class _Program:
+class CountingProgram:
     """A random decoder that counts on greedily, in both forms. With `capture_layer` it keeps what it is shown of that layer."""
 
     eos_ids: frozenset[int] = frozenset()
     suppressed_ids: torch.Tensor | None = None
+    deepstack_taps = 0
     max_length = 256
 
     def __init__(self, experts: int, capture_layer: int | None = None) -> None:
         self.capture_layer = capture_layer
         self.captured: dict[int, list[torch.Tensor]] = {}
-        config = _config(4, 2, 16, layers=3, experts=experts)
+        config = small_config(4, 2, 16, layers=3, experts=experts)
         generator = torch.Generator().manual_seed(5)
         with torch.device("meta"):
             shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
@@ -252,7 +204,7 @@ class _Program:
 
 def _decode(attention: str, experts: int) -> str:
     """12 rows that begin at different steps, 64 tokens each; prompts in one piece and in many."""
-    program, times = _Program(experts), {}
+    program, times = CountingProgram(experts), {}
     for piece in (16, 512):
         tokens = {}
         for graphs in ("off", "plain", "auto"):
@@ -270,11 +222,9 @@ def _kept(attention: str) -> str:
     layers: dict[str, list[torch.Tensor]] = {}
     words = []
     for graphs in ("fresh", "off", "plain", "auto"):
-        program = _Program(8, capture_layer=2)
+        program = CountingProgram(8, capture_layer=2)
         how = {"graphs": "off", "prefix_cache": False} if graphs == "fresh" else {"graphs": graphs, "attention": attention}
         stage = _stage(program, kv_blocks=600, **how)
-        assert stage._scheduler is not None
-        stage._scheduler.graphed = 0  # prompts this short would be computed whole
         history, answers[graphs], layers[graphs] = _id_prompts(most=8), [], []
         for turn in range(3):
             program.captured.clear()
@@ -299,7 +249,7 @@ def _id_prompts(*, most: int = 9) -> dict[int, list[int]]:
     }
 
 
-def _stage(program: _Program, **options: object) -> ARStage:
+def _stage(program: CountingProgram, **options: object) -> ARStage:
     stage = ARStage(program)
     stage.load(
         StageContext(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
+from omni_bus.stages.ar.spans import Attend
+
 if TYPE_CHECKING:
     from omni_bus.stages.ar.decoder import DecoderConfig
     from omni_bus.stages.ar.kv_cache import KVCache
@@ -35,11 +37,13 @@ def upload(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Te
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive positions of one row that a step computes: start … start+count-1, kept in the row's `blocks`."""
+    """Consecutive positions of one row that a step computes: start … start+count-1, kept in the row's `blocks`, which also stand in
+    DecodeAttention.tables under the row's `slot`, if it has one."""
 
     blocks: Sequence[int]
     start: int
     count: int
+    slot: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,17 +66,35 @@ class _Plan:
     prefills: tuple[_Prefill, ...]
 
 
-class PagedAttention:
-    """Attention over the paged cache for a mixed batch of prefill pieces and decode rows; call `plan` before each forward."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fused:
+    """The spans as spans.Attend takes them."""
 
-    def __init__(self, config: DecoderConfig, cache: KVCache) -> None:
+    slots: torch.Tensor  # as in _Plan
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    begins: torch.Tensor
+    most: int
+
+
+class PagedAttention:
+    """Attention over the paged cache for a mixed batch of prefill pieces and decode rows; call `plan` before each forward.
+
+    `fused`: the kernel to compute it with, on a GPU; without one it is torch's scaled_dot_product_attention, span by span.
+    """
+
+    def __init__(self, config: DecoderConfig, cache: KVCache, fused: Attend | None = None) -> None:
         self.cache = cache
         self.kv_heads = config.kv_heads
         self.groups = config.heads // config.kv_heads
-        self._plan: _Plan | None = None
+        self._fused = fused
+        self._plan: _Plan | _Fused | None = None
 
     def plan(self, spans: Sequence[Span]) -> None:
         """The packed tokens of the next forward are those of `spans`, one span behind the other."""
+        if self._fused is not None:
+            self._plan = self._plan_fused(spans)
+            return
         if self.cache.device.type == "cuda":
             self._plan = self._plan_on_device(spans)
             return
@@ -103,6 +125,23 @@ class PagedAttention:
             mask=mask,
             prefills=tuple(prefills),
         )
+
+    def _plan_fused(self, spans: Sequence[Span]) -> _Fused:
+        cache = self.cache
+        ends = [span.start + span.count for span in spans]
+        pages = [-(-end // cache.block_size) for end in ends]
+        tables = torch.zeros(len(spans), max(pages), dtype=torch.int64)
+        for row, (span, count) in enumerate(zip(spans, pages, strict=True)):
+            tables[row, :count] = torch.tensor(span.blocks[:count], dtype=torch.int64)
+        slots, numbers = upload(
+            (
+                torch.cat([cache.slots(span.blocks, end)[span.start :] for span, end in zip(spans, ends, strict=True)]),
+                torch.cat((tables.view(-1), torch.tensor([*ends, *itertools.accumulate((s.count for s in spans), initial=0)]))),
+            ),
+            cache.device,
+        )
+        flat, lengths, begins = torch.split(numbers.int(), [tables.numel(), len(spans), len(spans) + 1])
+        return _Fused(slots, flat.view(tables.shape), lengths, begins, max(span.count for span in spans))
 
     def _plan_on_device(self, spans: Sequence[Span]) -> _Plan:
         """The same with one copy to the device for all index tensors and no wait; masks are made there. Spans that begin their row
@@ -156,6 +195,18 @@ class PagedAttention:
         keys, values = self.cache.layer(layer)
         keys.index_copy_(0, plan.slots, key)
         values.index_copy_(0, plan.slots, value)
+        if isinstance(plan, _Fused):
+            assert self._fused is not None
+            return self._fused(
+                query,
+                keys,
+                values,
+                plan.tables,
+                plan.lengths,
+                plan.begins,
+                most=plan.most,
+                block_size=self.cache.block_size,
+            )
         if not plan.prefills:
             return self._decode(plan, query, keys, values)
         out = torch.empty_like(query)
@@ -212,21 +263,35 @@ class DecodeAttention:
     kernel the keys and values of `max_length` positions are gathered, whatever the rows' lengths.
     """
 
-    def __init__(self, config: DecoderConfig, cache: KVCache, *, slots: int, max_length: int, kernel: bool) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        cache: KVCache,
+        *,
+        slots: int,
+        max_length: int,
+        kernel: bool,
+        fused: Attend | None = None,
+        filling: int = 0,
+    ) -> None:
+        """`kernel`: ours, for steps of one position a row. `fused`: instead of that one, a kernel for any spans. `filling`: positions that
+        slot 0 stands for, at least."""
         self.cache = cache
         self.kv_heads = config.kv_heads
         self.groups = config.heads // config.kv_heads
         self._length = max_length
+        self._fused = fused
         self._kernel = None
-        if kernel:
+        if kernel and fused is None:
             from omni_bus.stages.ar import triton_attention
 
             self._kernel = triton_attention.attend
-        pages = -(-max_length // cache.block_size)
+        pages = -(-max(max_length, filling) // cache.block_size)
         self.tables = torch.zeros(slots + 1, pages, dtype=torch.int32, device=cache.device)
         self.tables[0] = cache.scratch
         self._positions = torch.arange(max_length, device=cache.device)
-        self._slots = self._lengths = self._new = self._context = self._mask = self._positions
+        self._rows = torch.arange(slots + 1, dtype=torch.int32, device=cache.device)
+        self._slots = self._lengths = self._new = self._context = self._mask = self._pages = self._positions
 
     @staticmethod
     def has_kernel(config: DecoderConfig) -> bool:
@@ -249,6 +314,9 @@ class DecodeAttention:
         pages = self.tables.index_select(0, slots).long()
         newest = (lengths.long() - 1)[:, None]
         self._new = (pages.gather(1, newest // size) * size + newest % size).view(-1)
+        if self._fused is not None:
+            self._pages = pages.int()
+            return
         self._mask = (self._positions <= newest)[:, None, None]
         context = pages[:, self._positions // size] * size + self._positions % size
         self._context = torch.where(self._positions <= newest, context, 0).view(-1)  # elsewhere the null block
@@ -262,6 +330,11 @@ class DecodeAttention:
         keys.index_copy_(0, self._new, key)
         values.index_copy_(0, self._new, value)
         rows = len(query)
+        if self._fused is not None:
+            begins = self._rows[: rows + 1]
+            return self._fused(
+                query, keys, values, self._pages, self._lengths, begins, most=1, block_size=self.cache.block_size
+            )
         shape = (rows, self._length, self.kv_heads, -1)
         attended = F.scaled_dot_product_attention(
             query.reshape(rows, self.kv_heads, self.groups, -1),

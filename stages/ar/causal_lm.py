@@ -55,6 +55,7 @@ class CausalLMProgram:
 
     suppressed_ids: torch.Tensor | None = None
     capture_layer: int | None = None
+    deepstack_taps = 0
     decoder: Decoder
     eos_ids: frozenset[int]
     max_length: int

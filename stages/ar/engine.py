@@ -153,7 +153,7 @@ class Engine:
         hidden, captured = self._decode(
             self._embeds(flat, tokens),
             torch.cat([one.positions for one in flat], dim=1),
-            [Span(piece.row.blocks, piece.row.computed, piece.count) for piece in pieces],
+            [Span(piece.row.blocks, piece.row.computed, piece.count, piece.row.slot) for piece in pieces],
             self._deepstack(flat),
         )
         if not ready:
@@ -167,8 +167,8 @@ class Engine:
         self, embeds: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span], deepstack: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """States, post-norm and captured, of packed spans: embeds [N, hidden] on the device, positions int64 [3, N] on the CPU."""
-        if self.prompts is not None and deepstack is None and self.prompts.takes(spans):
-            return self.prompts.run(embeds, positions, spans)
+        if self.prompts is not None and self.prompts.takes(spans, deepstack):
+            return self.prompts.run(embeds, positions, spans, deepstack)
         self.attention.plan(spans)
         (places,) = upload((positions.reshape(-1),), self.device)
         states: tuple[torch.Tensor, torch.Tensor | None] = self.program.decoder(

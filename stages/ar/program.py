@@ -234,6 +234,8 @@ class GraphedProgram(Program, Protocol):
     "captured" may not read anything back, nor depend on any value that is not in a tensor.
     """
 
+    deepstack_taps: int  # of its inputs, at most; 0 = they have none
+
     def graph_prepare(self, max_batch: int) -> None:
         """Allocate what is kept on the device for slots 0 … max_batch."""
 

@@ -1,77 +1,100 @@
-"""The decoder over whole prompts, packed into a fixed number of tokens: one CUDA graph a size.
+"""The decoder over prompts, packed into a fixed number of tokens: one CUDA graph a size.
 
-For prompts computed from their first position on. What fills the size up comes last and is a prompt of its own to attention, so
-that it changes nothing; its keys and values go to the cache's scratch block. Deepstack and later pieces are computed freely.
+Prompts and pieces of them, from wherever their rows have got to: what stands before them is read from the cache. What fills the size up
+comes last and is a span of its own, in the cache's scratch block. Rows share nothing but the step: what is not finite in one stays there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
-from omni_bus.stages.ar.attention import Span
+from omni_bus.stages.ar.attention import DecodeAttention, Span
 from omni_bus.stages.ar.capture import Capture
-from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
+from omni_bus.stages.ar.decoder import Decoder
 from omni_bus.stages.ar.kv_cache import KVCache
+from omni_bus.stages.ar.spans import Attend
 
 _SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+_SPANS = 32  # rows of one step, at most
+
 
 States = tuple[torch.Tensor, torch.Tensor | None]  # post-norm and captured, [tokens, hidden] each
 
 
-class NotFinite(ArithmeticError):
-    """Some prompt of several has states that are not finite; through what attention multiplies by zero they may be in all."""
+def largest_size(max_tokens: int) -> int:
+    """Positions that one graph holds, where a step computes up to `max_tokens` of prompts."""
+    return min((size for size in _SIZES if size >= max_tokens), default=_SIZES[-1])
 
 
-class PromptAttention:
-    """Attention within each of several packed prompts, which are stored in the cache as well."""
+class SpanAttention:
+    """Attention of spans whose numbers stand in tensors of fixed address; their rows' blocks, in DecodeAttention's tables."""
 
-    def __init__(self, config: DecoderConfig, cache: KVCache) -> None:
-        self.cache = cache
-        self.kv_heads = config.kv_heads
-        self.groups = config.heads // config.kv_heads
-        self._slots = self._mask = torch.empty(0)
+    def __init__(self, cache: KVCache, tables: torch.Tensor, attend: Attend) -> None:
+        self._cache = cache
+        self._blocks = tables
+        self._attend = attend
+        self._most = 0
+        self._places = self._tables = self._lengths = self._begins = tables
 
-    def begin(self, slots: torch.Tensor, prompts: torch.Tensor, dtype: torch.dtype) -> None:
-        """int64 [N] each: where the next forward's tokens are stored, and the number of the prompt they belong to."""
-        order = torch.arange(len(prompts), device=prompts.device)
-        seen = (prompts[:, None] == prompts) & (order[:, None] >= order)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
-        self._slots, self._mask = slots, mask.repeat(self.groups, 1)
+    def begin(self, places: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, begins: torch.Tensor) -> None:
+        """int64 each: where the next forward's N tokens are stored [N]; of R spans their rows' slots [R] and lengths [R], and where their
+        tokens begin [R + 1]."""
+        self._places, self._most = places, len(places)
+        self._tables = self._blocks.index_select(0, slots)
+        self._lengths, self._begins = lengths.int(), begins.int()
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys, values = self.cache.layer(layer)
-        keys.index_copy_(0, self._slots, key)
-        values.index_copy_(0, self._slots, value)
-        count, heads, head_dim = query.shape
-        attended = F.scaled_dot_product_attention(
-            query.transpose(0, 1).reshape(1, self.kv_heads, self.groups * count, head_dim),
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            attn_mask=self._mask,
+        keys, values = self._cache.layer(layer)
+        keys.index_copy_(0, self._places, key)
+        values.index_copy_(0, self._places, value)
+        return self._attend(
+            query,
+            keys,
+            values,
+            self._tables,
+            self._lengths,
+            self._begins,
+            most=self._most,
+            block_size=self._cache.block_size,
         )
-        return attended.reshape(heads, count, head_dim).transpose(0, 1)
 
 
 @dataclasses.dataclass(slots=True)
 class _Size:
-    host: torch.Tensor  # int64 [5, tokens]: positions on three axes, slots in the cache, prompt numbers
+    spans: int  # that fit, without the one that fills up
+    host: torch.Tensor  # int64: positions on three axes, places in the cache, slots and lengths of the spans, where they begin
     numbers: torch.Tensor  # the same on the device
     embeds: torch.Tensor  # [tokens, hidden]
+    deepstack: torch.Tensor | None  # [taps, tokens, hidden]
     run: Callable[[], States]
+    has_deepstack: bool = False  # it is not zero everywhere
 
 
 class PromptGraphs:
-    def __init__(self, decoder: Decoder, cache: KVCache, *, capture_layer: int | None, max_tokens: int) -> None:
+    """`taps`: layers behind which deepstack is added, where the program has such inputs."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: DecodeAttention,
+        attend: Attend,
+        *,
+        capture_layer: int | None,
+        max_tokens: int,
+        max_batch: int,
+        taps: int = 0,
+    ) -> None:
         self._decoder = decoder
-        self._cache = cache
+        self._cache = attention.cache
         self._capture_layer = capture_layer
-        self._attention = PromptAttention(decoder.config, cache)
-        self._wanted = [size for size in _SIZES if size < max_tokens]
-        self._wanted += [size for size in _SIZES if size >= max_tokens][:1]
+        self._taps = taps
+        self._max_batch = max_batch
+        self._attention = SpanAttention(attention.cache, attention.tables, attend)
+        self._wanted = [size for size in _SIZES if size <= largest_size(max_tokens)]
         self._sizes: dict[int, _Size] = {}
 
     def prepare(self, capture: Capture, progress: Callable[[float, str], None]) -> None:
@@ -80,44 +103,70 @@ class PromptGraphs:
             self._sizes[tokens] = self._prepare(tokens, capture)
             progress((number + 1) / len(self._wanted), f"prompts of {tokens} positions")
 
-    @property
-    def largest(self) -> int:
-        """Positions that one graph holds."""
-        return self._wanted[-1]
+    def takes(self, spans: Sequence[Span], deepstack: torch.Tensor | None) -> bool:
+        count = sum(span.count for span in spans)
+        taps = 0 if deepstack is None else len(deepstack)
+        return count <= self._wanted[-1] and len(spans) <= self._size(count).spans and taps <= self._taps
 
-    def takes(self, spans: Sequence[Span]) -> bool:
-        return sum(span.count for span in spans) <= self.largest and all(span.start == 0 for span in spans)
-
-    def run(self, embeds: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span]) -> States:
-        """embeds [N, hidden] on the device and positions int64 [3, N] on the CPU of the packed spans → their states, valid until
-        the next call. NotFinite for several spans of which one has states that are not."""
-        count = len(embeds)
-        size = self._sizes[min(tokens for tokens in self._wanted if tokens >= count)]
-        size.host[:3, :count] = positions
-        size.host[3, :count] = torch.cat([self._cache.slots(span.blocks, span.count) for span in spans])
-        size.host[4, :count] = torch.repeat_interleave(torch.tensor([span.count for span in spans]))
-        size.host[:3, count:] = 0
-        size.host[3, count:] = self._cache.scratch * self._cache.block_size
-        size.host[4, count:] = len(spans)
+    def run(
+        self, embeds: torch.Tensor, positions: torch.Tensor, spans: Sequence[Span], deepstack: torch.Tensor | None = None
+    ) -> States:
+        """embeds [N, hidden] on the device, positions int64 [3, N] on the CPU and deepstack [taps, N, hidden] on the device of the packed
+        spans → their states, valid until the next call."""
+        count, cache = len(embeds), self._cache
+        size = self._size(count)
+        tokens, unused = len(size.embeds), size.spans - len(spans)
+        ends = [span.start + span.count for span in spans]
+        rows = size.host[4 * tokens :]
+        axes = size.host[: 4 * tokens].view(4, tokens)
+        axes[:3, :count] = positions
+        axes[3, :count] = torch.cat(
+            [cache.slots(span.blocks, end)[span.start :] for span, end in zip(spans, ends, strict=True)]
+        )
+        axes[:3, count:] = 0
+        axes[3, count:] = cache.scratch * cache.block_size
+        begins = itertools.accumulate((span.count for span in spans), initial=0)
+        rows[:] = torch.tensor(
+            [
+                *([span.slot for span in spans] + [0] * (unused + 1)),
+                *(ends + [0] * unused + [tokens - count]),
+                *begins,
+                *([count] * unused + [tokens]),
+            ]
+        )
         size.numbers.copy_(size.host, non_blocking=True)
         size.embeds[:count].copy_(embeds)
         size.embeds[count:].zero_()
+        if size.deepstack is not None and (deepstack is not None or size.has_deepstack):
+            size.deepstack.zero_()
+            size.has_deepstack = deepstack is not None
+            if deepstack is not None:
+                size.deepstack[: len(deepstack), :count].copy_(deepstack)
         hidden, captured = size.run()
-        if len(spans) > 1 and not bool(hidden[:count].isfinite().all()):
-            raise NotFinite
         return hidden[:count], None if captured is None else captured[:count]
+
+    def _size(self, count: int) -> _Size:
+        return self._sizes[min(tokens for tokens in self._wanted if tokens >= count)]
 
     def _prepare(self, tokens: int, capture: Capture) -> _Size:
         dtype, device = next(self._decoder.parameters()).dtype, self._cache.device
-        host = torch.zeros(5, tokens, dtype=torch.int64, pin_memory=device.type == "cuda")
-        host[3] = self._cache.scratch * self._cache.block_size
+        spans = min(self._max_batch, tokens, _SPANS)
+        host = torch.zeros(4 * tokens + 3 * (spans + 1) + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        host[3 * tokens : 4 * tokens] = self._cache.scratch * self._cache.block_size
+        host[-1] = host[-(spans + 3)] = tokens  # all of it fills up: where the last span ends, and how long its row is
         numbers = host.to(device, copy=True)
-        embeds = torch.zeros(tokens, self._decoder.config.hidden, dtype=dtype, device=device)
+        hidden = self._decoder.config.hidden
+        embeds = torch.zeros(tokens, hidden, dtype=dtype, device=device)
+        deepstack = torch.zeros(self._taps, tokens, hidden, dtype=dtype, device=device) if self._taps else None
+        parts = [3 * tokens, tokens, spans + 1, spans + 1, spans + 2]
 
         def forward() -> States:
-            self._attention.begin(numbers[3], numbers[4], dtype)
-            states: States = self._decoder(embeds, numbers[:3], self._attention, capture_layer=self._capture_layer)
-            self._cache.capture(numbers[3], states[1])
+            positions, places, slots, lengths, begins = torch.split(numbers, parts)
+            self._attention.begin(places, slots, lengths, begins)
+            states: States = self._decoder(
+                embeds, positions.view(3, tokens), self._attention, deepstack=deepstack, capture_layer=self._capture_layer
+            )
+            self._cache.capture(places, states[1])
             return states
 
-        return _Size(host, numbers, embeds, capture(forward))
+        return _Size(spans, host, numbers, embeds, deepstack, capture(forward))

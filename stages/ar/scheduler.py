@@ -42,8 +42,7 @@ class Scheduler:
     to compute. The exception is one that holds what another row waits for: to compute it is the quickest way to free that.
 
     With `whole_prompts` a prompt is cut only if it is longer than a step, not where it does not fit beside others: the next step
-    begins with it. A prompt of token ids with up to `graphed` positions takes no kept blocks: a graph computes it from its first
-    position on, and reading the weights once, which is what that costs, would be needed for the rest of it too.
+    begins with it.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Scheduler:
         self.max_prefill_tokens = max_prefill_tokens
         self.max_length = max_length
         self.whole_prompts = whole_prompts
-        self.graphed = 0
         self.waiting: dict[int, Row] = {}
         self.running: dict[int, Row] = {}
         self._slots = list(range(max_batch, 0, -1))
@@ -149,13 +147,10 @@ class Scheduler:
     def _kept(self, row: Row) -> list[int]:
         """Blocks that hold the beginning of the row, without its last position: what is sampled needs one that is computed. Behind
         a whole prompt that is only prepared nothing is sampled."""
-        if row.keys is None or row.computed or self._is_graphed(row):
+        if row.keys is None or row.computed:
             return []
         end = row.length if _only_prepares(row) and row.prompt_closed else row.length - 1
         return self.blocks.find(row.keys.keys[: end // self.blocks.block_size])
-
-    def _is_graphed(self, row: Row) -> bool:
-        return row.length <= self.graphed and all(one.token_ids is not None for one in row.pending)
 
     def _admit(self, row: Row) -> None:
         del self.waiting[row.request.id]

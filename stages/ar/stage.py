@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 
 from omni_bus.errors import ConfigError, ModelRefused, OmniBusError, PromptTooLong
 from omni_bus.stages import failures
+from omni_bus.stages.ar import flash_attention, spans
 from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention
 from omni_bus.stages.ar.block_keys import BlockKeys
 from omni_bus.stages.ar.blocks import BlockManager
@@ -19,7 +21,7 @@ from omni_bus.stages.ar.kv_budget import block_count
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.ar.program import GraphedProgram, Program, Row, isolated
-from omni_bus.stages.ar.prompt_graphs import PromptGraphs
+from omni_bus.stages.ar.prompt_graphs import PromptGraphs, largest_size
 from omni_bus.stages.ar.sampler import Sampler, is_greedy
 from omni_bus.stages.ar.scheduler import Scheduler
 from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest, StageStats, WokenByEvents
@@ -49,7 +51,8 @@ class ARStage(WokenByEvents):
         parameter = next(decoder.parameters())
         self._device = parameter.device
         max_length = min(self.program.max_length, options.max_length or self.program.max_length)
-        steps, kernel = self._steps(ctx, options)
+        kernel = self._kernel(ctx, options)
+        steps = self._steps(options)
         if steps is not None and not kernel:
             max_length = min(max_length, _GATHERED)
         self._shared_block = options.block_size if options.prefix_cache else 0
@@ -76,22 +79,38 @@ class ARStage(WokenByEvents):
             whole_prompts=steps is not None,
         )
         sampler = Sampler(self.program.eos_ids, self.program.suppressed_ids)
-        attention = PagedAttention(decoder.config, cache)
+        fused = spans.kernel("flash" if kernel == "flash" else "triton") if kernel else None
+        attention = PagedAttention(decoder.config, cache, fused)
         self._engine = Engine(self.program, attention, sampler, blocks, max_length=max_length)
         if steps is not None:
             max_batch = ctx.config.max_batch
-            decode = DecodeAttention(decoder.config, cache, slots=max_batch, max_length=max_length, kernel=kernel)
-            prompts = PromptGraphs(
-                decoder, cache, capture_layer=steps.capture_layer, max_tokens=min(options.max_prefill_tokens, max_length)
+            max_tokens = min(options.max_prefill_tokens, max_length)
+            decode = DecodeAttention(
+                decoder.config,
+                cache,
+                slots=max_batch,
+                max_length=max_length,
+                kernel=bool(kernel),
+                fused=fused if kernel == "flash" else None,
+                filling=largest_size(max_tokens),
             )
+            prompts = None
+            if options.graphs != "decode" and (fused is not None or self._device.type == "cpu"):
+                prompts = PromptGraphs(
+                    decoder,
+                    decode,
+                    fused or spans.attend_plain,
+                    capture_layer=steps.capture_layer,
+                    max_tokens=max_tokens,
+                    max_batch=max_batch,
+                    taps=steps.deepstack_taps,
+                )
             self._engine.use(
                 StepGraphs(steps, decode, max_batch=max_batch),
-                None if options.graphs == "decode" else prompts,
+                prompts,
                 Capture(self._device, captures=options.graphs != "plain"),
                 ctx.progress,
             )
-            if options.graphs not in ("plain", "decode"):
-                self._scheduler.graphed = prompts.largest
         ctx.progress(1.0, f"{total} KV blocks of {options.block_size} positions")
 
     def open(self, request: StageRequest) -> None:
@@ -192,20 +211,27 @@ class ARStage(WokenByEvents):
             generator.manual_seed(seed)
         return generator
 
-    def _steps(self, ctx: StageContext, options: AROptions) -> tuple[GraphedProgram | None, bool]:
-        """The program, where it is to run in steps of fixed size; and whether their attention is the kernel."""
-        program, on_gpu = self.program, self._device.type == "cuda"
-        if options.attention == "triton" and not on_gpu:
-            raise ConfigError(f'stage {ctx.stage}: attention = "triton" needs a GPU; leave it at "auto"')
-        kernel = on_gpu and options.attention != "torch"
-        if kernel and not DecodeAttention.has_kernel(program.decoder.config):
-            if options.attention == "triton":
-                raise ConfigError(
-                    f'stage {ctx.stage}: attention = "triton" has no kernel for this head size; leave it at "auto"'
-                )
-            kernel = False
-        wanted = options.graphs == "plain" or (options.graphs != "off" and on_gpu)
-        return (program, kernel) if wanted and isinstance(program, GraphedProgram) else (None, kernel)
+    def _steps(self, options: AROptions) -> GraphedProgram | None:
+        """The program, where it is to run in steps of fixed size."""
+        wanted = options.graphs == "plain" or (options.graphs != "off" and self._device.type == "cuda")
+        return self.program if wanted and isinstance(self.program, GraphedProgram) else None
+
+    def _kernel(self, ctx: StageContext, options: AROptions) -> Literal["", "triton", "flash"]:
+        """What computes attention; "": torch's operators."""
+        wanted, on_gpu = options.attention, self._device.type == "cuda"
+        parameter, head_dim = next(self.program.decoder.parameters()), self.program.decoder.config.head_dim
+        why = None
+        if wanted == "flash":
+            why = flash_attention.refusal(self._device, parameter.dtype, head_dim)
+        elif wanted == "triton" and not on_gpu:
+            why = "it needs a GPU"
+        elif wanted == "triton" and not DecodeAttention.has_kernel(self.program.decoder.config):
+            why = "it has no kernel for this head size"
+        if why is not None:
+            raise ConfigError(f'stage {ctx.stage}: attention = "{wanted}": {why}; leave it at "auto"')
+        if wanted in ("flash", "triton"):
+            return wanted
+        return "triton" if wanted == "auto" and on_gpu and DecodeAttention.has_kernel(self.program.decoder.config) else ""
 
     def _check(self, row: Row) -> None:
         """Refuse a prompt that is empty, or leaves no room for one token of output."""

@@ -58,6 +58,7 @@ class TalkerProgram:
     eos_ids: frozenset[int]
     suppressed_ids: torch.Tensor | None
     capture_layer: int | None = None
+    deepstack_taps = 0
     max_length: int
     slots: SlotState | None = None  # None = frames are made row by row, by `sampled`
 

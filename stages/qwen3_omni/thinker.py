@@ -59,6 +59,7 @@ class ThinkerProgram:
     eos_ids: frozenset[int]
     suppressed_ids: torch.Tensor | None = None
     capture_layer: int | None
+    deepstack_taps: int
     max_length: int
 
     def load(self, ctx: StageContext) -> None:
@@ -81,6 +82,7 @@ class ThinkerProgram:
         self.lm_head = load_tensor(checkpoint, "thinker.lm_head.weight", dtype=self.dtype, device=self.device)
         self.eos_ids = frozenset((self.config.ids.im_end,))
         self.capture_layer = self.config.talker.accept_hidden_layer
+        self.deepstack_taps = self.config.thinker.deepstack_layers
         self.max_length = self.config.thinker.text.max_positions
 
     def start(self, row: Row) -> None:

@@ -430,13 +430,14 @@ def test_where_nothing_is_kept_nothing_is_prepared(model):
     bench.check_empty()
 
 
-def test_a_prompt_that_one_graph_holds_is_computed_whole(model):
-    bench = Bench(model, graphs="plain")
-    assert bench.stage._scheduler is not None
-    bench.stage._scheduler.graphed = 16
+def test_what_stands_behind_kept_blocks_is_computed_by_a_graph(model, monkeypatch):
+    """Whole prompts, those behind kept blocks, and later pieces of long ones: nothing is left for the free form."""
+    bench = Bench(model, graphs="plain", max_prefill_tokens=16)
+    assert bench.stage._engine is not None
+    monkeypatch.setattr(bench.stage._engine.attention, "plan", lambda spans: pytest.fail("computed freely"))
     ids = prompt(1, 40)
     bench.answer(0, ids)
-    for number, (length, cached) in enumerate(((16, 0), (17, 16), (40, 36)), 1):
+    for number, (length, cached) in enumerate(((16, 12), (17, 16), (40, 36)), 1):
         assert bench.answer(number, ids[:length]) == fresh(model, ids[:length])
         assert bench.usage[number].get("cached_tokens", 0) == cached
     bench.check_empty()
