@@ -18,7 +18,7 @@ class AROptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     max_length: int = 0  # positions of a row, prompt and output; 0 = what the model can
     prefix_cache: bool = True  # keep KV blocks for requests that begin alike
     graphs: Literal["auto", "decode", "plain", "off"] = "auto"  # auto: CUDA graphs on a GPU; plain: their steps, not captured
-    attention: Literal["auto", "triton", "flash", "torch"] = "auto"  # auto: our kernels on a GPU; flash: FlashAttention 3
+    attention: Literal["auto", "triton", "flash", "torch"] = "auto"  # flash: FlashAttention 3; auto: the fastest
     kernels: Literal["auto", "torch"] = "auto"  # of the decoder's layers; auto: Triton on a GPU, torch: plain operators
 
     def __post_init__(self) -> None:

@@ -29,6 +29,8 @@ from omni_bus.stages.contract import Chunk, Emission, StageContext, StageRequest
 _GATHERED = 4096  # the most positions of a row where decode steps have no attention kernel: they gather them all
 logger = logging.getLogger(__name__)
 
+Kernel = Literal["", "triton", "flash"]  # "": torch's operators
+
 
 class ARStage(WokenByEvents):
     """`options` is the type that the family's StageSpec declares for this stage."""
@@ -51,9 +53,10 @@ class ARStage(WokenByEvents):
         parameter = next(decoder.parameters())
         self._device = parameter.device
         max_length = min(self.program.max_length, options.max_length or self.program.max_length)
-        kernel = self._kernel(ctx, options)
+        of_prompts, of_steps = self._kernels(ctx, options)
+        logger.info("attention: prompts by %s, decode steps by %s", of_prompts or "torch", of_steps or "torch")
         steps = self._steps(options)
-        if steps is not None and not kernel:
+        if steps is not None and not of_steps:
             max_length = min(max_length, _GATHERED)
         self._shared_block = options.block_size if options.prefix_cache else 0
         captures = options.prefix_cache and self.program.capture_layer is not None
@@ -79,7 +82,7 @@ class ARStage(WokenByEvents):
             whole_prompts=steps is not None,
         )
         sampler = Sampler(self.program.eos_ids, self.program.suppressed_ids)
-        fused = spans.kernel("flash" if kernel == "flash" else "triton") if kernel else None
+        fused = spans.kernel(of_prompts) if of_prompts else None
         attention = PagedAttention(decoder.config, cache, fused)
         self._engine = Engine(self.program, attention, sampler, blocks, max_length=max_length)
         if steps is not None:
@@ -90,8 +93,8 @@ class ARStage(WokenByEvents):
                 cache,
                 slots=max_batch,
                 max_length=max_length,
-                kernel=bool(kernel),
-                fused=fused if kernel == "flash" else None,
+                kernel=of_steps == "triton",
+                fused=spans.kernel(of_steps) if of_steps == "flash" else None,
                 filling=largest_size(max_tokens),
             )
             prompts = None
@@ -216,22 +219,23 @@ class ARStage(WokenByEvents):
         wanted = options.graphs == "plain" or (options.graphs != "off" and self._device.type == "cuda")
         return self.program if wanted and isinstance(self.program, GraphedProgram) else None
 
-    def _kernel(self, ctx: StageContext, options: AROptions) -> Literal["", "triton", "flash"]:
-        """What computes attention; "": torch's operators."""
-        wanted, on_gpu = options.attention, self._device.type == "cuda"
-        parameter, head_dim = next(self.program.decoder.parameters()), self.program.decoder.config.head_dim
-        why = None
-        if wanted == "flash":
-            why = flash_attention.refusal(self._device, parameter.dtype, head_dim)
-        elif wanted == "triton" and not on_gpu:
-            why = "it needs a GPU"
-        elif wanted == "triton" and not DecodeAttention.has_kernel(self.program.decoder.config):
-            why = "it has no kernel for this head size"
+    def _kernels(self, ctx: StageContext, options: AROptions) -> tuple[Kernel, Kernel]:
+        """What computes attention of prompts, and that of decode steps. "auto": FlashAttention where it is installed for prompts, of which
+        it computes long ones and long contexts faster; for steps our own, which is faster up to about a thousand positions."""
+        wanted, config = options.attention, self.program.decoder.config
+        if wanted == "torch" or (wanted == "auto" and self._device.type == "cpu"):
+            return "", ""
+        parameter = next(self.program.decoder.parameters())
+        no_flash = flash_attention.refusal(self._device, parameter.dtype, config.head_dim)
+        no_triton = "it needs a GPU" if self._device.type == "cpu" else None
+        if no_triton is None and not DecodeAttention.has_kernel(config):
+            no_triton = "it has no kernel for this head size"
+        why = no_flash if wanted == "flash" else no_triton if wanted == "triton" else None
         if why is not None:
             raise ConfigError(f'stage {ctx.stage}: attention = "{wanted}": {why}; leave it at "auto"')
-        if wanted in ("flash", "triton"):
-            return wanted
-        return "triton" if wanted == "auto" and on_gpu and DecodeAttention.has_kernel(self.program.decoder.config) else ""
+        ours: Kernel = "" if no_triton else "triton"
+        flash: Kernel = ours if no_flash or wanted == "triton" else "flash"
+        return flash, flash if wanted == "flash" else ours
 
     def _check(self, row: Row) -> None:
         """Refuse a prompt that is empty, or leaves no room for one token of output."""

@@ -7,18 +7,22 @@ import pathlib
 import sys
 import textwrap
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from omni_bus.errors import ConfigError
 from omni_bus.stages.ar import flash_attention
 from omni_bus.stages.ar.attention import DecodeAttention, PagedAttention, Span
-from omni_bus.stages.ar.decoder import DecoderConfig
+from omni_bus.stages.ar.decoder import Decoder, DecoderConfig
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.mlp import DenseConfig
+from omni_bus.stages.ar.options import AROptions
 from omni_bus.stages.ar.prompt_graphs import SpanAttention
 from omni_bus.stages.ar.spans import attend_plain
+from omni_bus.stages.ar.stage import ARStage
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 CONFIG = DecoderConfig(
@@ -193,3 +197,38 @@ def test_flash_attention_on_a_gpu_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     assert flash_attention.refusal(torch.device("cuda"), dtype, head_dim) == why
+
+
+@pytest.mark.parametrize(
+    ("attention", "flash", "triton", "taken"),
+    [
+        ("auto", True, True, ("flash", "triton")),
+        ("auto", False, True, ("triton", "triton")),
+        ("auto", True, False, ("flash", "")),
+        ("auto", False, False, ("", "")),
+        ("flash", True, True, ("flash", "flash")),
+        ("triton", True, True, ("triton", "triton")),
+        ("torch", True, True, ("", "")),
+        ("flash", False, True, 'stage llm: attention = "flash": it needs a Hopper GPU (H100, H200); leave it at "auto"'),
+        ("triton", True, False, 'stage llm: attention = "triton": it has no kernel for this head size; leave it at "auto"'),
+    ],
+)
+def test_a_stage_takes_the_kernels_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, attention: str, flash: bool, triton: bool, taken: tuple[str, str] | str
+) -> None:
+    """On a card, of which nothing is used here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 if flash else 8, 0))
+    monkeypatch.setattr(flash_attention, "installed", lambda: "flash_attn_interface")
+    monkeypatch.setattr(DecodeAttention, "has_kernel", lambda config: triton)
+    with torch.device("meta"):
+        decoder = Decoder(CONFIG).to(torch.bfloat16)
+    stage = ARStage(SimpleNamespace(decoder=decoder))  # type: ignore[arg-type]
+    stage._device = torch.device("cuda")
+    context = SimpleNamespace(stage="llm")
+    options = AROptions(attention=attention)  # type: ignore[arg-type]
+    if isinstance(taken, str):
+        with pytest.raises(ConfigError) as refused:
+            stage._kernels(context, options)  # type: ignore[arg-type]
+        assert refused.value.message == taken
+    else:
+        assert stage._kernels(context, options) == taken  # type: ignore[arg-type]
