@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -
             if arguments.scale_results:
                 probe = step_times.read(step_times.profiles()["probe"])
                 found[name]["replicas of the probe"] = beside.scaled(probe, cost, arguments.scale_results)
+                tiny = step_times.read(step_times.profiles()["tiny"])
+                found[name]["replicas of the tiny Qwen3-Omni"] = beside.shared(tiny, cost, arguments.scale_results)
         elif name == "slow":
             tiny = step_times.read(step_times.profiles()["tiny"])
             found[name] = list(EXPERIMENTS[name](Bench(tiny, cost, arguments.seed, arguments.scale, bench.told)))

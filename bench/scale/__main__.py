@@ -82,6 +82,7 @@ def main() -> int:
     text = report(result)
     print(text)
     if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         stem = arguments.out / f"{result['date']}-scale"
         stem.with_suffix(".md").write_text(text)
         stem.with_suffix(".json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -8,9 +8,12 @@ which replicas share: there, no more can be gained than cores are idle.
 from __future__ import annotations
 
 import asyncio
+import os
+import pathlib
 import time
 from typing import Any
 
+from bench.h200 import steps as counted
 from bench.scale.server import PROBE, PROBE_STAGES, TINY_STAGES, Server, one_thread, serving, tiny_qwen
 from omni_bus.bench_load import Load, closed_loop
 from omni_bus.bench_report import summarise
@@ -19,8 +22,11 @@ from omni_bus.http_client import first_model
 COUNTS = (1, 2, 4)
 STEP_MS, BATCH = 40, 4
 STREAMS, WORDS, REQUESTS = 24, 24, 48
+HEARTBEAT_S = 2.2  # a little more than a worker's
 PACKET_S = 0.08  # of sound in one word of the probe
 TINY_STREAMS, TINY_REQUESTS, TINY_TOKENS, TINY_FRAMES = 8, 16, 24, 48
+TINY_BATCH = 16  # configs/qwen3_omni_tiny.toml
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def figures(load: Load, streams: int, requests: int) -> dict[str, Any]:
@@ -86,6 +92,7 @@ def tiny(end: float) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     with tiny_qwen() as server:
         load = server.load(model=asyncio.run(first_model(server.url)), text_tokens=TINY_TOKENS, frames=TINY_FRAMES)
+        spent = work(server, load)
         for stage in TINY_STAGES:
             if rows and time.monotonic() > end:
                 break
@@ -93,4 +100,42 @@ def tiny(end: float) -> dict[str, Any]:
             if stage != TINY_STAGES[-1]:
                 server.command("scale", stage, "1")
     said = {"streams": TINY_STREAMS, "text_tokens": TINY_TOKENS, "frames": TINY_FRAMES, "requests": TINY_REQUESTS}
-    return {**said, "rows": rows}
+    return {**said, "max_batch": TINY_BATCH, "cores": len(os.sched_getaffinity(0)), **spent, "rows": rows}
+
+
+def work(server: Server, load: Load) -> dict[str, Any]:
+    """What one replica of each stage costs a core, at one stream and at TINY_STREAMS: `work_ms`, stage → [rows of a step, milliseconds of
+    it] twice; and `others`: the cores that broker, API and this process take at TINY_STREAMS."""
+    points: dict[str, list[list[float]]] = {stage: [] for stage in TINY_STAGES}
+    others = 0.0
+    for streams in (1, TINY_STREAMS):
+        asyncio.run(closed_loop(load, streams, streams, first=2_000_000))
+        before, began, own = _spent(server), time.monotonic(), time.process_time()
+        measured, _ = asyncio.run(closed_loop(load, streams, TINY_REQUESTS, first=3_000_000))
+        took, own = time.monotonic() - began, time.process_time() - own
+        behind = _spent(server)
+        chunks = sum(len(one.packets) for one in measured)
+        made = {
+            "processor": TINY_REQUESTS,
+            "thinker": TINY_REQUESTS * TINY_TOKENS,
+            "talker": TINY_REQUESTS * TINY_FRAMES,
+            "code2wav": chunks,
+        }
+        for stage in TINY_STAGES:
+            steps, cpu_s = (behind[stage][index] - before[stage][index] for index in (0, 1))
+            points[stage].append([round(max(1.0, made[stage] / steps), 2), round(1e3 * cpu_s / steps, 3)])
+        others = (own + sum(behind[role][1] - before[role][1] for role in ("broker", "api.0"))) / took
+    return {"work_ms": points, "others": round(others, 3)}
+
+
+def _spent(server: Server) -> dict[str, tuple[int, float]]:
+    """Stage or process → (steps run, as of the last heartbeat, which is waited for; seconds of CPU)."""
+    time.sleep(HEARTBEAT_S)
+    steps = asyncio.run(counted(server.url))
+    found = {stage: (steps[stage][0], _cpu_s(server.pid(f"{stage}.0"))) for stage in TINY_STAGES}
+    return found | {role: (0, _cpu_s(server.pid(role))) for role in ("broker", "api.0")}
+
+
+def _cpu_s(pid: int) -> float:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS

@@ -21,7 +21,7 @@ from omni_bus.events import Status
 START_S = 120.0
 PROBE = ROOT / "configs" / "probe.toml"
 PROBE_STAGES = ("source", "relay", "sink")
-TINY_STAGES = ("thinker", "talker", "code2wav")
+TINY_STAGES = ("processor", "thinker", "talker", "code2wav")
 PROMPT = "amber bridge candle distant early forest garden harbour island juniper kettle lantern"
 
 
@@ -108,7 +108,7 @@ def tiny_qwen() -> Iterator[Server]:
         checkpoint = pathlib.Path(scratch) / "tiny"
         fixture = [sys.executable, "-m", "omni_bus", "fixture", "qwen3-omni", str(checkpoint), "--size", "tiny", "--seed", "2"]
         subprocess.run(fixture, check=True, capture_output=True)
-        sets = [*one_thread("processor", *TINY_STAGES), f"model.path={checkpoint}"]
+        sets = [*one_thread(*TINY_STAGES), f"model.path={checkpoint}"]
         with serving(ROOT / "configs" / "qwen3_omni_tiny.toml", sets) as server:
             yield server
 

@@ -53,6 +53,30 @@ def card(times: StepTimes, cost: BrokerCost) -> list[Pair]:
     return pairs
 
 
+def shared(times: StepTimes, cost: BrokerCost, scale: pathlib.Path) -> list[Pair]:
+    """Each row of the tiny model in such a file: stages that compute on the machine's cores, which all replicas share. What a step costs a
+    core, and what broker, API and the load's own process take, was measured with one replica of each."""
+    said = json.loads(scale.read_text())["replicas"]["tiny"]
+    cores, left = said["cores"], said["cores"] - said["others"]
+    profile = msgspec.structs.replace(
+        times.profile,
+        cores=cores,
+        text_tokens=said["text_tokens"],
+        speech_frames=said["frames"] - 1,
+        max_batch=said["max_batch"],
+    )
+    curves = {
+        stage: Curve.through((rows, ms * cores / left / 1e3) for rows, ms in points)
+        for stage, points in said["work_ms"].items()
+    }
+    pairs = []
+    for measured in said["rows"]:
+        replicas = {measured["stage"]: measured["replicas"]}
+        predicted = closed_loop(StepTimes(profile, curves, ()), cost, said["streams"], said["requests"], replicas)
+        pairs.append(Pair(f"{measured['stage']} x {measured['replicas']}", predicted, measured))
+    return pairs
+
+
 def scaled(times: StepTimes, cost: BrokerCost, scale: pathlib.Path) -> list[Pair]:
     """Each row of the probe in a result file of `python -m bench.scale`: one stage of 40 ms a step in 1, 2 and 4 replicas."""
     said = json.loads(scale.read_text())["replicas"]["probe"]

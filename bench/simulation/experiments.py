@@ -17,7 +17,7 @@ from omni_bus.deployment import BusConfig
 
 FREE = BrokerCost(event_us=0.01, submit_us=0.0, submit_replica_us=0.0, about="a broker that costs nothing")
 PEAK = (
-    37.0  # requests a second that one set of the H200 profile ends at twice its load (`overload`): what the shares below are of
+    39.0  # requests a second that one set of the H200 profile ends at twice its load (`overload`): what the shares below are of
 )
 HEARD = 250  # listeners a set, with their pauses: four fifths of them listen at any time, two thirds of what it carries
 NO_ADMISSION, ADMISSION = 0.0, 0.9  # `bus.admit_rtf`
@@ -55,7 +55,7 @@ def one_set(bench: Bench) -> Iterator[Row]:
 
 def broker_limit(bench: Bench) -> Iterator[Row]:
     """The same load a set on more and more sets behind one broker."""
-    for sets in (1, 2, 4, 5, 6):
+    for sets in (1, 2, 4, 5, 6, 7, 8):
         load = Load(streams=HEARD * sets)
         yield bench.row(
             f"{sets} sets, {HEARD * sets} listeners", Scenario(load=load, replicas=sets, bus=bus(), seconds=30, warm_s=20)

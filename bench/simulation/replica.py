@@ -8,7 +8,7 @@ from typing import Any
 from bench.simulation.answers import Answer
 from bench.simulation.ports import Bus
 from bench.simulation.step_times import Curve, Profile
-from bench.simulation.timeline import Timeline
+from bench.simulation.timeline import Cores, Timeline
 from omni_bus import events
 from omni_bus.events import StageLoad
 from omni_bus.workers.playback import Playback
@@ -20,6 +20,7 @@ class Replica:
     def __init__(self, name: str, worker: str, curve: Curve, profile: Profile, bus: Bus, clock: Timeline) -> None:
         self.name, self.worker = name, worker
         self.profile, self.bus, self.clock = profile, bus, clock
+        self.cores = Cores(clock)
         self.curve = curve
         self.max_batch = profile.batches.get(name, profile.max_batch)
         self.playback = Playback()
@@ -46,7 +47,7 @@ class Replica:
         if batch:
             self.busy = True
             self.batch = len(batch)
-            self.clock.at(self.clock.now + seconds, self._end, batch, seconds)
+            self.cores.run(seconds, self._end, batch, seconds)
         self.changed()
 
     def _end(self, batch: Sequence[Answer], seconds: float) -> None:

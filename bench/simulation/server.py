@@ -17,7 +17,7 @@ from bench.simulation.code2wav import Chunks
 from bench.simulation.replica import Replica, begin
 from bench.simulation.stages import Frames, Once, Tokens
 from bench.simulation.step_times import StepTimes
-from bench.simulation.timeline import Timeline
+from bench.simulation.timeline import Cores, Timeline
 from omni_bus import events
 from omni_bus.deployment import ApiConfig, BusConfig, Deployment, EdgeConfig, ModelConfig, StageConfig
 from omni_bus.orchestrator import Message, Orchestrator
@@ -79,6 +79,7 @@ class Server:
     ) -> None:
         """replicas: of every stage, or by stage."""
         self.clock, self.cost, self.times = clock, cost, times
+        self._cores = Cores(clock, times.profile.cores)
         self.bus = bus or BusConfig(max_requests=1_000_000)
         self._ended = ended
         self._tickets = 0
@@ -189,6 +190,7 @@ class Server:
         kinds = {profile.once: Once, profile.frames: Frames, profile.chunks: Chunks}
         arguments = (stage, name, self.times.curves[stage].times(slower), profile, self, self.clock)
         replica = Tokens(*arguments, kept_positions=kept_positions) if stage == profile.tokens else kinds[stage](*arguments)
+        replica.cores = self._cores
         self._handle(
             name.encode(),
             events.Register(

@@ -71,6 +71,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frame_s: float = 0.08
     chunk_frames: tuple[int, ...] = FRAMES  # sizes of a chunk of audio
     max_batch: int = 64
+    cores: int = 0  # that all replicas share; 0 = each has what it needs
     batches: dict[str, int] = {}  # max_batch of single stages
     turns: bool = False  # rows take turns in steps of max_batch, as in the probe; otherwise they wait for one of so many places
     way_in_ms: float = 0.0  # client → broker: HTTP, API

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
 import math
@@ -30,3 +31,28 @@ class Timeline:
             action(*arguments)
         if until < math.inf:
             self.now = until
+
+
+class Cores:
+    """What steps run on: so many at a time, first come first served. `count` 0: each replica has its own."""
+
+    def __init__(self, clock: Timeline, count: int = 0) -> None:
+        self._clock = clock
+        self._count = count
+        self._busy = 0
+        self._waiting: collections.deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = collections.deque()
+
+    def run(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Call `action(*arguments)` when it has run for so long."""
+        if self._count and self._busy == self._count:
+            self._waiting.append((seconds, action, arguments))
+            return
+        self._busy += 1
+        self._clock.at(self._clock.now + seconds, self._end, action, arguments)
+
+    def _end(self, action: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._busy -= 1
+        if self._waiting:
+            seconds, later, its = self._waiting.popleft()
+            self.run(seconds, later, *its)
+        action(*arguments)

@@ -20,7 +20,7 @@ from bench.simulation.listeners import Load
 from bench.simulation.pods import pods
 from bench.simulation.run import Scenario, simulate
 from bench.simulation.step_times import Curve, StepTimes
-from bench.simulation.timeline import Timeline
+from bench.simulation.timeline import Cores, Timeline
 from omni_bus import routing
 from omni_bus.events import RequestOptions
 from omni_bus.lifecycle import Lifecycle
@@ -38,7 +38,7 @@ def times() -> StepTimes:
 
 
 def scenario(**changes: object) -> Scenario:
-    said = {"load": Load(streams=24, pause_s=0.5), "replicas": 2, "bus": NO_ADMISSION, "seconds": 8.0, "warm_s": 2.0}
+    said = {"load": Load(streams=48, pause_s=0.5), "replicas": 2, "bus": NO_ADMISSION, "seconds": 8.0, "warm_s": 2.0}
     return Scenario(**{**said, **changes})  # type: ignore[arg-type]
 
 
@@ -285,3 +285,58 @@ def test_a_stream_that_is_due_and_not_ready_lets_time_go_on(times: StepTimes) ->
     clock.run(1e-3)
     assert clock.now == 1e-3
     assert 100 < rule.asked < 10_000
+
+
+@pytest.mark.parametrize("machine", ["h200", "tiny"])
+def test_twice_the_load_leaves_admitted_speech_whole_and_nine_tenths_of_the_throughput(times: StepTimes, machine: str) -> None:
+    """On a card whose batch is full before anybody is late, and on a machine on which one stream more makes the others late. The peak is
+    the most that is made at any load with every answer whole."""
+    if machine == "tiny":
+        times = step_times.read(step_times.profiles()["tiny"])
+        peak = 0.9 * times.profile.max_batch / (times.curves["talker"](times.profile.max_batch) * times.profile.speech_frames)
+        seconds, warm_s = 90.0, 30.0
+    else:
+        peak, seconds, warm_s = 36.0, 20.0, 6.0
+    made = {}
+    for share in (0.75, 1.0, 1.5, 2.0):
+        load = Load(rate=share * peak)
+        ours = scenario(load=load, replicas=1, bus=bus(max_waiting=16), seconds=seconds, warm_s=warm_s)
+        figures, _, _ = simulate(ours, times, FREE)
+        assert figures.underrun_p99 == 0.0 and figures.silent == 0.0, share
+        made[share] = figures.audio_s_per_s
+        if share == 2.0:
+            assert figures.refused > 0.2 * figures.requests, "it is more than it can carry"
+    assert made[2.0] >= 0.9 * max(made.values()), made
+
+
+def test_replicas_that_share_cores_wait_for_one() -> None:
+    clock, ended = Timeline(), []
+    cores = Cores(clock, 2)
+    for name, seconds in (("a", 3.0), ("b", 1.0), ("c", 1.0), ("d", 5.0)):
+        cores.run(seconds, lambda name=name: ended.append((name, clock.now)))
+    clock.run()
+    assert ended == [("b", 1.0), ("c", 2.0), ("a", 3.0), ("d", 7.0)]
+
+
+def test_the_prediction_for_replicas_on_shared_cores_stands_beside_what_was_measured(tmp_path: pathlib.Path) -> None:
+    """Two cores that one Talker and one Thinker fill: what a second Talker brings is less than half of what it does with cores of its own."""
+    rows = [{"stage": "talker", "replicas": count, "audio_s_per_s": 10.0, "ttfp_p50_ms": 100.0} for count in (1, 2)]
+    work = {"processor": [[1, 1]], "thinker": [[1, 4], [8, 8]], "talker": [[1, 12], [8, 20]], "code2wav": [[1, 8], [8, 16]]}
+    said = {
+        "streams": 8,
+        "requests": 16,
+        "text_tokens": 24,
+        "frames": 48,
+        "max_batch": 16,
+        "others": 0.3,
+        "work_ms": work,
+        "rows": rows,
+    }
+    file = tmp_path / "scale.json"
+    gained = {}
+    for cores in (2, 64):
+        file.write_text(json.dumps({"replicas": {"tiny": {**said, "cores": cores}}}))
+        one, two = beside.shared(step_times.read(step_times.profiles()["tiny"]), FREE, file)
+        assert (one.label, two.label, one.measured) == ("talker x 1", "talker x 2", rows[0])
+        gained[cores] = two.predicted["audio_s_per_s"] / one.predicted["audio_s_per_s"] - 1
+    assert gained[2] < 0.5 * gained[64], gained
