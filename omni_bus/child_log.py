@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 LIMIT = 4 << 20  # bytes that one of the two files may hold
 CHECK_S = 2.0
+BLOCK = 512  # bytes, of st_blocks
 
 
 class ChildLog:
@@ -34,7 +35,9 @@ class ChildLog:
         a log is no reason to end a server.
         """
         with contextlib.suppress(OSError):
-            if os.stat(self.path).st_size <= self._limit:
+            found = os.stat(self.path)
+            # What is written by a descriptor that does not append goes on where it was, behind a hole, which takes no room.
+            if min(found.st_size, found.st_blocks * BLOCK) <= self._limit:
                 return
             with self.path.open("r+b") as log:
                 log.seek(-self._limit, os.SEEK_END)

@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 from omni_bus.child import Child, how_it_ended
+from omni_bus.child_log import CHECK_S, ChildLog
 from omni_bus.deployment import Deployment, RunDir
 
 PROGRAM = "nvidia-cuda-mps-control"
@@ -62,6 +63,8 @@ class Mps:
         self._child = Child("mps", run_dir.log("mps"), self._on_exit)
         # The run directory itself for the logs: control.log and server.log are kept with the others when a server has failed.
         self.environment = {PIPES: str(run_dir.mps), LOGS: str(run_dir.path)}
+        self._logs = [ChildLog(run_dir.path / name) for name in ("control.log", "server.log")]
+        self._log_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> str | None:
         """Returns once it takes clients; or why it does not, and then nothing of it runs."""
@@ -80,6 +83,8 @@ class Mps:
 
     async def stop(self) -> None:
         """In order, and after STOP_S at once. The workers must have ended."""
+        if self._log_check is not None:
+            self._log_check.cancel()
         if self._child.alive:
             self._child.expected = True
             asking = self._ask_to_quit()
@@ -134,7 +139,13 @@ class Mps:
         if not listens.is_set():
             return f"{PROGRAM} did not start within {START_S:g} s"
         self._child.ready = True
+        self._bound_logs()
         return None
+
+    def _bound_logs(self) -> None:
+        for log in self._logs:
+            log.bound()
+        self._log_check = asyncio.get_running_loop().call_later(CHECK_S, self._bound_logs)
 
     def _on_exit(self, child: Child, code: int) -> None:
         if child.ready and not child.expected:

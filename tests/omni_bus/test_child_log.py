@@ -73,3 +73,16 @@ def test_a_log_that_somebody_removed_has_nothing_to_tell(tmp_path: pathlib.Path)
     log = ChildLog(tmp_path / "one.log", 10)
     log.bound()
     assert log.tail(5) == b""
+
+
+def test_a_file_that_is_not_appended_to_is_bounded_too(tmp_path: pathlib.Path) -> None:
+    """Its writer goes on where it was, behind a hole: what counts is what it takes of the disk, and what is kept is the newest."""
+    log = ChildLog(tmp_path / "one.log", LIMIT)
+    with log.path.open("wb", buffering=0) as file:
+        for number in range(4):
+            file.write(bytes([97 + number]) * 2 * LIMIT)
+            log.bound()
+            assert log.path.stat().st_blocks == 0 and log.older.read_bytes() == bytes([97 + number]) * LIMIT
+            file.write(b"more")
+            log.bound()
+            assert log.older.read_bytes() == bytes([97 + number]) * LIMIT, "nothing of it is cut, as large as the file looks"

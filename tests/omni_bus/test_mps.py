@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from omni_bus import mps, supervisor
+from omni_bus.child_log import LIMIT
 from omni_bus.config import load_deployment
 from omni_bus.deployment import Deployment, RunDir
 from omni_bus.placement import placement_problems
@@ -129,6 +130,22 @@ async def test_it_starts_and_ends_in_order(base: pathlib.Path) -> None:
     await daemon.stop()
     assert said.read_text().splitlines() == [f"start {run_dir.mps} {run_dir.path}", "quit"]
     assert list(mps._processes(run_dir.mps)) == []
+
+
+async def test_what_it_logs_is_bounded(base: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control(base)
+    monkeypatch.setattr(mps, "CHECK_S", 0.05)
+    run_dir = create_run_dir()
+    daemon = mps.Mps(run_dir, pytest.fail)
+    assert await daemon.start() is None
+    logs = [run_dir.path / "control.log", run_dir.path / "server.log"]
+    for log in logs:
+        log.write_bytes(b"x" * (LIMIT + 1))
+    async with asyncio.timeout(60):
+        while any(log.stat().st_size for log in logs):  # noqa: ASYNC110 - a file tells nobody of its end
+            await asyncio.sleep(0.05)
+    assert [log.with_suffix(".older.log").stat().st_size for log in logs] == [LIMIT] * 2
+    await daemon.stop()
 
 
 @pytest.mark.parametrize(
