@@ -85,7 +85,8 @@ def run(arguments: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -
                 probe = step_times.read(step_times.profiles()["probe"])
                 found[name]["replicas of the probe"] = beside.scaled(probe, cost, arguments.scale_results)
                 tiny = step_times.read(step_times.profiles()["tiny"])
-                found[name]["replicas of the tiny Qwen3-Omni"] = beside.shared(tiny, cost, arguments.scale_results)
+                if pairs := beside.shared(tiny, cost, arguments.scale_results):
+                    found[name]["replicas of the tiny Qwen3-Omni"] = pairs
         elif name == "slow":
             tiny = step_times.read(step_times.profiles()["tiny"])
             found[name] = list(EXPERIMENTS[name](Bench(tiny, cost, arguments.seed, arguments.scale, bench.told)))

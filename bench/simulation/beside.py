@@ -55,8 +55,10 @@ def card(times: StepTimes, cost: BrokerCost) -> list[Pair]:
 
 def shared(times: StepTimes, cost: BrokerCost, scale: pathlib.Path) -> list[Pair]:
     """Each row of the tiny model in such a file: stages that compute on the machine's cores, which all replicas share. What a step costs a
-    core, and what broker, API and the load's own process take, was measured with one replica of each."""
+    core, and what broker, API and the load's own process take, was measured with one replica of each; none of a file without that."""
     said = json.loads(scale.read_text())["replicas"]["tiny"]
+    if "work_ms" not in said:
+        return []
     cores, left = said["cores"], said["cores"] - said["others"]
     profile = msgspec.structs.replace(
         times.profile,
