@@ -36,6 +36,7 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
         for dtype in TOLERANCE:
             yield f"spans {name} {str(dtype)[6:]}", functools.partial(parity, shape, dtype)
     yield "prompts by graphs, kept blocks and deepstack", prompts
+    yield "pieces of a prompt that are queued before the card gets to them", queued
     for name in ("thinker", "talker"):
         yield f"time of prompts: {name}", functools.partial(prompt_times, SHAPES[name])
         yield f"time of decode rows: {name}", functools.partial(decode_times, SHAPES[name])
@@ -132,6 +133,37 @@ def prompts() -> str:
             assert worst <= 1e-4, f"step {number}: differs by {worst:.2e}"
         figures.append(f"{name} {worst:.1e}")
     return "error " + ", ".join(figures)
+
+
+def queued() -> str:
+    """Pieces without a token behind them are queued without a wait: each is computed with its own numbers, not with a later one's."""
+    decoder = CountingProgram(8).decoder
+    config, wanted = decoder.config, [Span(layout([(0, 256)])[0].blocks, start, 64, 1) for start in range(0, 256, 64)]
+    caches = [KVCache(config, blocks=16, block_size=BLOCK, dtype=torch.float32, device=CUDA) for _ in "ab"]
+    for cache in caches:
+        for layer in range(config.layers):
+            for tensor in cache.layer(layer):
+                tensor.zero_()
+    decode = DecodeAttention(config, caches[0], slots=1, max_length=256, kernel=True, filling=64)
+    graphs = PromptGraphs(decoder, decode, spans.kernel("triton"), capture_layer=None, max_tokens=64, max_batch=1)
+    graphs.prepare(Capture(CUDA, captures=True), lambda fraction, what: None)
+    decode.admit(1, wanted[0].blocks)
+    embeds = torch.randn(256, config.hidden, device=CUDA, generator=torch.Generator(CUDA).manual_seed(7))
+    positions = torch.arange(256).expand(3, -1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # cycles, about half a second: all four pieces are queued behind it
+    for span in wanted:
+        own = slice(span.start, span.start + span.count)
+        graphs.run(embeds[own], positions[:, own], [span])
+    free = PagedAttention(config, caches[1])
+    free.plan([Span(wanted[0].blocks, 0, 256)])
+    decoder(embeds, positions.to(CUDA), free)
+    worst = 0.0
+    for layer in range(config.layers):
+        for ours, theirs in zip(caches[0].layer(layer), caches[1].layer(layer), strict=True):
+            worst = max(worst, difference(ours[BLOCK:-BLOCK], theirs[BLOCK:-BLOCK]))
+    assert worst <= 1e-4, f"differs by {worst:.2e}"
+    return f"error {worst:.1e}"
 
 
 def prompt_times(shape: tuple[int, int, int]) -> str:

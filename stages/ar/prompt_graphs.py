@@ -17,6 +17,7 @@ from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.decoder import Decoder
 from omni_bus.stages.ar.kv_cache import KVCache
 from omni_bus.stages.ar.spans import Attend
+from omni_bus.stages.ar.transfer import to_device
 
 _SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 _SPANS = 32  # rows of one step, at most
@@ -134,7 +135,7 @@ class PromptGraphs:
                 *([count] * unused + [tokens]),
             ]
         )
-        size.numbers.copy_(size.host, non_blocking=True)
+        size.numbers.copy_(to_device(size.host, cache.device))  # `host` is written again while the card may still be behind
         size.embeds[:count].copy_(embeds)
         size.embeds[count:].zero_()
         if size.deepstack is not None and (deepstack is not None or size.has_deepstack):
@@ -151,7 +152,7 @@ class PromptGraphs:
     def _prepare(self, tokens: int, capture: Capture) -> _Size:
         dtype, device = next(self._decoder.parameters()).dtype, self._cache.device
         spans = min(self._max_batch, tokens, _SPANS)
-        host = torch.zeros(4 * tokens + 3 * (spans + 1) + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = torch.zeros(4 * tokens + 3 * (spans + 1) + 1, dtype=torch.int64)
         host[3 * tokens : 4 * tokens] = self._cache.scratch * self._cache.block_size
         host[-1] = host[-(spans + 3)] = tokens  # all of it fills up: where the last span ends, and how long its row is
         numbers = host.to(device, copy=True)
