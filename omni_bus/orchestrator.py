@@ -29,6 +29,8 @@ from omni_bus.spec import PipelineSpec
 STRANGERS = 1000  # lines about peers that nobody knows; whoever sends garbage does not fill the log
 ACKNOWLEDGE_S = 1.0  # that a stop waits for the last cancels to be acknowledged
 
+_OF_A_REQUEST = (events.Chunk, events.Consumed, events.Done, events.Failed, events.Cancelled)  # what a worker says of one
+
 Message: TypeAlias = tuple[bytes, events.Event, Frames]  # peer, event, payload frames
 
 
@@ -327,8 +329,8 @@ class Orchestrator:
         if isinstance(error, MemoryError):
             said = OutOfMemory("the broker has no memory for this request")
         worker = self.registry.get(peer)
-        if worker is not None and (number := getattr(event, "request", None)) is not None:
-            self.lifecycle.fail_number(number, said, now)
+        if worker is not None and isinstance(event, _OF_A_REQUEST):
+            self.lifecycle.fail_number(event.request, said, now)
         elif worker is not None:
             # What it said is lost: it may be ready, or idle, and would never be asked again.
             self._lose(worker, f"its {kind} could not be handled", now, farewell=True)

@@ -91,7 +91,8 @@ class Worker:
         )
 
     def load(self, got_further: Callable[[], None] = lambda: None) -> None:
-        """Load every stage; `got_further` is called at every sign of progress. Raises CheckpointError or DeviceUnavailable; any other error of a stage's load ends the process as well."""
+        """Load every stage; `got_further` is called at every sign of progress. Raises CheckpointError or DeviceUnavailable; any other error
+        of a stage's load ends the process as well."""
         shares = memory.plan(self._deployment, self._pipeline)
         for name, device in self._devices.items():
             config = self._deployment.stages[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import pathlib
 from typing import Any
 
 import torch
@@ -18,15 +18,14 @@ PACKAGES = ("flash_attn_interface", "vllm.vllm_flash_attn")
 _HEAD_DIMS = range(8, 257, 8)
 
 
+@functools.cache
 def installed() -> str | None:
     """The package that would be used, found without importing it."""
     for name in PACKAGES:
         package, _, part = name.partition(".")
-        found = importlib.util.find_spec(package)
-        if found is None:
-            continue
-        places = found.submodule_search_locations
-        if not part or (places and importlib.util.find_spec(name) is not None):
+        found = importlib.util.find_spec(package)  # of a part it would import the whole
+        places = () if found is None else found.submodule_search_locations or ()
+        if found is not None and (not part or any((pathlib.Path(place) / part).is_dir() for place in places)):
             return name
     return None
 
@@ -58,33 +57,11 @@ def attend(
     block_size: int,
 ) -> torch.Tensor:
     """As spans.attend_plain; each row of `query` contiguous."""
-    pages = (len(keys) // block_size, block_size, *keys.shape[1:])
-    out: torch.Tensor = _call()(
-        query, keys.view(pages), values.view(pages), tables=tables, lengths=lengths, begins=begins, most=most
-    )
-    return out
-
-
-@functools.cache
-def _call() -> Callable[..., torch.Tensor]:
-    """The installed package's function, with our names."""
     name = installed()
     assert name is not None, "refusal() comes first"
-    module: Any = importlib.import_module(name)
-    return _own_package(module) if name == PACKAGES[0] else _of_vllm(module)
-
-
-def _own_package(module: Any) -> Callable[..., torch.Tensor]:
-    def call(
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        begins: torch.Tensor,
-        most: int,
-    ) -> torch.Tensor:
+    module = _imported(name)
+    keys, values = (cache.view(-1, block_size, *cache.shape[1:]) for cache in (keys, values))
+    if name == PACKAGES[0]:
         found: torch.Tensor | tuple[torch.Tensor, ...] = module.flash_attn_with_kvcache(
             query,
             keys,
@@ -96,33 +73,21 @@ def _own_package(module: Any) -> Callable[..., torch.Tensor]:
             causal=True,
         )
         return found[0] if isinstance(found, tuple) else found
+    out: torch.Tensor = module.flash_attn_varlen_func(
+        query,
+        keys,
+        values,
+        max_seqlen_q=most,
+        cu_seqlens_q=begins,
+        max_seqlen_k=tables.shape[1] * block_size,
+        seqused_k=lengths,
+        block_table=tables,
+        causal=True,
+        fa_version=3,
+    )
+    return out
 
-    return call
 
-
-def _of_vllm(module: Any) -> Callable[..., torch.Tensor]:
-    def call(
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        begins: torch.Tensor,
-        most: int,
-    ) -> torch.Tensor:
-        found: torch.Tensor = module.flash_attn_varlen_func(
-            query,
-            keys,
-            values,
-            max_seqlen_q=most,
-            cu_seqlens_q=begins,
-            max_seqlen_k=tables.shape[1] * keys.shape[1],
-            seqused_k=lengths,
-            block_table=tables,
-            causal=True,
-            fa_version=3,
-        )
-        return found
-
-    return call
+@functools.cache
+def _imported(name: str) -> Any:
+    return importlib.import_module(name)

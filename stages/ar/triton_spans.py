@@ -1,7 +1,7 @@
 """Attention of spans over the paged cache, in Triton: prompts, later pieces of them, and single positions, packed behind each other.
 
 Imports triton: only reached on a GPU. One program takes one KV head of one tile of a span's tokens, with all query heads that share it,
-over the span's whole context up to the tile's last token. Which span a tile belongs to is found on the device, so that a captured graph
+over the span's whole context up to the tile's last token; heads are those that triton_attention takes. Which span a tile belongs to is found on the device, so that a captured graph
 takes any spans that its number of tokens holds. The plain equal is spans.attend_plain.
 """
 
@@ -15,11 +15,6 @@ POSITIONS = 64  # of the context, attended to at a time
 _ROWS = 128  # of a tile: tokens times the query heads that share a KV head
 _FEW_ROWS = 64  # where there are few tokens, so that there are more tiles; and in float32, which takes twice the shared memory
 _FEW_TOKENS = 128
-
-
-def supports(head_dim: int) -> bool:
-    """Whether the kernel takes heads of this size."""
-    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -12,7 +12,7 @@ import psutil
 
 from omni_bus.speech_stream import underrun_s
 from tests.soak.crew import Crew
-from tests.soak.strikes import REMEMBERED_S, Fault
+from tests.soak.strikes import ENDS_ITS_PROCESS, REMEMBERED_S, Fault
 from tests.support.steady_load import SteadyLoad, Stream
 
 LOOK_S = 0.25  # between two looks at who serves
@@ -52,7 +52,7 @@ class Watch:
             with contextlib.suppress(OSError, http.client.HTTPException, psutil.NoSuchProcess):
                 ready = await asyncio.to_thread(self._crew.ready)
                 for fault in self._faults:
-                    pid = ready.get(fault.victim)
+                    pid = ready.get(fault.victim) if fault.way in ENDS_ITS_PROCESS else None
                     if fault.back_s is None and fault.at < asked and pid not in (None, fault.pid):
                         fault.back_s = time.monotonic() - fault.at
             await asyncio.sleep(LOOK_S)

@@ -34,6 +34,8 @@ WAYS = {
     "far command": ("kill", "leave"),
     "far worker": (*ALWAYS, "raise"),
 }
+ENDS_ITS_PROCESS = {"kill", "stop", "hang", "leave"}
+HEALS_IN_PLACE = {"raise", "no memory", "full"}
 OF_A_STAGE = (*ALWAYS, "kill", "hang", "raise", "raise", "no memory", "no memory", "full")
 
 
@@ -60,7 +62,7 @@ class Fault:
     def explains(self, end: str) -> bool:
         match end:
             case "replica_lost" | "no_ready_replica":
-                return self.kind == "broker" or (self.of_a_worker and self.way not in ("raise", "no memory", "full"))
+                return self.kind == "broker" or (self.of_a_worker and self.way not in HEALS_IN_PLACE)
             case "broker_lost":
                 return self.kind in ("broker", "api")
             case "stage_failed":
@@ -70,7 +72,7 @@ class Fault:
             case "overloaded":
                 return self.way == "full"
             case "stale_tensor":
-                return self.of_a_worker and self.way not in ("raise", "no memory", "full")
+                return self.of_a_worker and self.way not in HEALS_IN_PLACE
             case "closed_fault" | "closed_restart":
                 return self.kind == "api"
         return end == BROKEN and self.kind == "api" and self.way != "cut"

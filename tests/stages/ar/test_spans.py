@@ -150,6 +150,12 @@ COMMON = """
 """
 
 
+def forget() -> None:
+    """What was found and imported before."""
+    flash_attention.installed.cache_clear()
+    flash_attention._imported.cache_clear()
+
+
 @pytest.fixture(params=STANDINS)
 def package(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name: str = request.param
@@ -161,15 +167,16 @@ def package(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch:
     (folder / "__init__.py").write_text(textwrap.dedent(COMMON) + textwrap.dedent(STANDINS[name]))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    flash_attention._call.cache_clear()
+    forget()
     yield name
-    flash_attention._call.cache_clear()
+    forget()
     for imported in [module for module in sys.modules if module.partition(".")[0] == name.partition(".")[0]]:
         del sys.modules[imported]
 
 
 def test_flash_attention_is_handed_the_spans_as_its_packages_take_them(package: str) -> None:
     assert flash_attention.installed() == package
+    assert package.partition(".")[0] not in sys.modules, "to look for it imports nothing"
     parts, results = packed(sum(span.count for span in SPANS)), []
     for fused in (attend_plain, flash_attention.attend):
         attention = PagedAttention(CONFIG, new_cache(), fused)
