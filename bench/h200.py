@@ -133,6 +133,7 @@ def load_of(arguments: argparse.Namespace, url: str, model: str) -> Load:
         audio=None,
         speech=True,
         text_tokens=arguments.text_tokens,
+        temperature=arguments.temperature,
         frames=arguments.frames,
         speech_stage="talker",
         seed=arguments.seed,
@@ -246,7 +247,8 @@ def note(arguments: argparse.Namespace, result: Result) -> str:
         f"{', '.join(about['gpu']) or about['cpu']}; {', '.join(f'{name} {value}' for name, value in about['versions'].items())}",
         "",
         f"Placement: {arguments.placement}. Ready after {about.get('ready_s', '-')} s. A prompt of {arguments.prompt_words} words "
-        f"({', '.join(sorted({str(one['prompt_tokens']) for one in result.passes})) or '-'} tokens), {arguments.text_tokens} text tokens, "
+        f"({', '.join(sorted({str(one['prompt_tokens']) for one in result.passes})) or '-'} tokens), {arguments.text_tokens} text tokens "
+        f"at temperature {arguments.temperature:g}, "
         f"speech held to {arguments.frames} frames, 3 x c requests, pass {arguments.warmups + 1} counts.",
         "",
         markdown([("Omni-Bus", result.rows()), (baseline.name, baseline.rows)]),
@@ -334,6 +336,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="after the passes at one stream: where a first packet's time goes")
     parser.add_argument("--prompt-words", type=int, default=60)
     parser.add_argument("--text-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the text (default: 0)")
     parser.add_argument("--frames", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--baseline", type=pathlib.Path, default=BASELINE, help="rows to stand beside (default: vllm-omni's)")

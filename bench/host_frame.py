@@ -144,12 +144,12 @@ def without_talker(hosted: Hosted) -> None:
     assert graphs is not None
     for bucket in graphs._buckets:
         for name in ("decode", "tail"):
-            step = getattr(bucket, name)
+            form = getattr(bucket, name)
             bucket.fill_up(0)
             bucket.device.copy_(bucket.host)
-            result = step()
+            result = form.step()
             result[0][:, -1] = 1  # all are finite
-            setattr(bucket, name, functools.partial(lambda found: found, result))
+            form.step = functools.partial(lambda found: found, result)
 
 
 def without_code2wav(hosted: Hosted) -> None:

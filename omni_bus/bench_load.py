@@ -30,6 +30,7 @@ class Load:
     audio: dict[str, Any] | None  # a content part
     speech: bool
     text_tokens: int | None
+    temperature: float | None = None  # of the text; None = 0 where its length is held, else the server's
     frames: int | None
     speech_stage: str
     seed: int
@@ -54,7 +55,9 @@ class Load:
         }
 
     def _sampling(self) -> dict[str, Any]:
-        text = {"temperature": 0.0, "max_tokens": self.text_tokens, "ignore_eos": True} if self.text_tokens else {}
+        text: dict[str, Any] = {"max_tokens": self.text_tokens, "ignore_eos": True} if self.text_tokens else {}
+        if text or self.temperature is not None:
+            text["temperature"] = self.temperature or 0.0
         speech = {"max_tokens": self.frames, "ignore_eos": True} if self.frames and self.speech else {}
         if self.ours:
             return {**text, **({"sampling": {self.speech_stage: speech}} if speech else {})}

@@ -66,6 +66,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--modality", choices=("text", "audio"), default="audio", help="of the answer (default: audio, with its text)"
     )
     parser.add_argument("--text-tokens", metavar="N", type=_count, help="hold each answer to exactly N tokens of text")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, help="of the text (default: 0 with --text-tokens, else the server's)"
+    )
     parser.add_argument("--frames", metavar="N", type=_count, help="hold each answer to exactly N codec frames")
     parser.add_argument(
         "--speech-stage", metavar="NAME", default="talker", help="the stage that --frames speaks of (default: talker)"
@@ -111,6 +114,7 @@ async def _run(arguments: argparse.Namespace, baseline: Series | None) -> int:
         audio=audio_part(arguments.audio) if arguments.audio else None,
         speech=arguments.modality == "audio",
         text_tokens=arguments.text_tokens,
+        temperature=arguments.temperature,
         frames=arguments.frames,
         speech_stage=arguments.speech_stage,
         seed=arguments.seed,
@@ -174,6 +178,7 @@ def _circumstances(arguments: argparse.Namespace, load: Load) -> dict[str, Any]:
             "audio": arguments.audio.name if arguments.audio else None,
             "modality": arguments.modality,
             "text_tokens": arguments.text_tokens,
+            "temperature": arguments.temperature,
             "frames": arguments.frames,
             "seed": arguments.seed,
             "repeat": arguments.repeat,

@@ -3,7 +3,8 @@
 A row's tokens then depend neither on the batch it is in nor on the order of kernels, nothing is read back, and a captured graph
 can be replayed for ever. The noise is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) of
 key = seed and counter = (column, draw low, draw high, 0); the draw is Gumbel's: the argmax of score + noise over what top_k and
-top_p leave in. This file is the plain form; triton_sampler.py computes the same in one kernel.
+top_p leave in. This file is the plain form; triton_sampler.py computes the same in one kernel, triton_vocab_sampler.py where a row is
+too long for that.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ def sample(
     seeds and draws int64 [rows] name the noise; temperature float32 (0: the first highest score, nothing else is read), top_k int64
     (0 = off), top_p float32 (1 = off), each [rows]. Scores equal to the last one that stays in stay in with it.
     """
-    if scores.device.type == "cuda" and scores.shape[1] <= MAX_FUSED_VOCAB:
-        from omni_bus.stages.ar import triton_sampler
+    if scores.device.type == "cuda":
+        from omni_bus.stages.ar import triton_sampler, triton_vocab_sampler
 
-        tokens: torch.Tensor = triton_sampler.sample(scores, seeds, draws, temperature, top_k, top_p)
+        kernels = triton_sampler if scores.shape[1] <= MAX_FUSED_VOCAB else triton_vocab_sampler
+        tokens: torch.Tensor = kernels.sample(scores, seeds, draws, temperature, top_k, top_p)
         return tokens
     return sample_plain(scores, seeds, draws, temperature, top_k, top_p)
 
@@ -96,7 +98,8 @@ def sample_plain(
     above = probs.cumsum(dim=-1) - probs  # what lies above a token; it stays in while that does not reach top_p
     nucleus = torch.where((above < top_p[:, None]) | (top_p >= 1)[:, None], ordered, torch.inf).amin(dim=-1, keepdim=True)
     stays = scaled >= torch.maximum(least, nucleus)
-    noisy = torch.where(stays, scaled + gumbel(seeds, draws, vocab), -torch.inf)
+    noise = gumbel(seeds, draws, vocab) if vocab <= MAX_FUSED_VOCAB else fine_gumbel(seeds, draws, vocab)
+    noisy = torch.where(stays, scaled + noise, -torch.inf)
     return torch.where(greedy, scores.argmax(dim=-1), noisy.argmax(dim=-1))
 
 
@@ -105,6 +108,16 @@ def gumbel(seeds: torch.Tensor, draws: torch.Tensor, vocab: int) -> torch.Tensor
     words = philox(seeds, draws, vocab)
     uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -(-uniform.log()).log()
+
+
+def fine_gumbel(seeds: torch.Tensor, draws: torch.Tensor, vocab: int) -> torch.Tensor:
+    """-log(-log(1 - v)), float32 [rows, vocab], of all 32 bits: v in (0, 1), finest near 0, where the highest noise is.
+
+    For many columns: of 150,000 times 23 bits the two highest are equal in one draw of a hundred, and the first column would win.
+    """
+    tail = ((philox(seeds, draws, vocab).to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    near = tail * (1 + tail * (1 / 2 + tail * (1 / 3 + tail / 4)))  # -log(1 - v), whose 1 - v would cut v's bits off
+    return -torch.where(tail < 2.0**-8, near, -(1 - tail).log()).log()
 
 
 def philox(seeds: torch.Tensor, draws: torch.Tensor, columns: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.graphs import Drawn, StepGraphs
 from omni_bus.stages.ar.program import Inputs, Program, Row, fail_row, isolated
 from omni_bus.stages.ar.prompt_graphs import PromptGraphs
-from omni_bus.stages.ar.sampler import Sampler, is_greedy, sample_rows
+from omni_bus.stages.ar.sampler import Sampler, sample_rows
 from omni_bus.stages.ar.scheduler import Piece
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ class Engine:
         self._hand_over(rows, tokens, hidden)
 
     def _take_drawn(self, rows: Sequence[Row], drawn: Drawn) -> None:
-        """The tokens that a step drew; the device leaves those to be sampled here that need more than it knows."""
+        """The tokens that a step drew; those of rows that must not end yet by an id of their own are sampled here."""
         good = self._finite(rows, drawn.finite)
         output = drawn.output
         if drawn.scores is not None:
@@ -281,13 +281,9 @@ class Engine:
         self._hand_over_drawn(rows, output)
 
     def _needs_scores(self, row: Row) -> bool:
+        """The device knows the program's end tokens, not the request's."""
         params = row.request.sampling
-        return (
-            not is_greedy(params)
-            or params.repetition_penalty not in (None, 1.0)
-            or bool(params.stop_token_ids and params.min_tokens and len(row.output_ids) < params.min_tokens)
-            or self.program.suppressed_ids is not None
-        )
+        return bool(params.stop_token_ids and params.min_tokens and len(row.output_ids) < params.min_tokens)
 
     def _append(self, rows: Sequence[Row], tokens: Sequence[int]) -> None:
         for row, token in zip(rows, tokens, strict=True):

@@ -1,8 +1,9 @@
 """Steps of a batch of fixed size: every input in one copy, the whole step as one CUDA graph, every result in one copy back.
 
 A batch of n rows runs in the smallest bucket that holds it, filled up with rows in slot 0. Two graphs a bucket: `decode` (embed →
-decoder → output) and `tail` (output alone, for rows whose prompt was computed outside). Not captured, the same operators run one by
-one: so on the CPU, where tests hold the equality with the engine's other form.
+decoder → output) and `tail` (output alone, for rows whose prompt was computed outside); where the program gives scores, one more
+behind each, for batches with a row that wants more than its best score. Not captured, the same operators run one by one: so on the
+CPU, where tests hold the equality with the engine's other form.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from omni_bus.stages.ar.attention import DecodeAttention
 from omni_bus.stages.ar.capture import Capture
+from omni_bus.stages.ar.drawing import Drawing
 from omni_bus.stages.ar.program import GraphedProgram, Inputs, Row, StepTensors
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -28,7 +30,7 @@ class Drawn:
 
     output: torch.Tensor  # int64 [rows, M] on the host, as GraphedProgram.graph_output has it
     finite: list[bool]  # whether the row's hidden state was
-    scores: torch.Tensor | None  # [rows, vocab] on the device, valid until the next step
+    scores: torch.Tensor | None  # [rows, vocab] on the device as the program gave them, valid until the next step
 
 
 def bucket_sizes(max_batch: int) -> tuple[int, ...]:
@@ -50,6 +52,8 @@ class StepGraphs:
         self._top_p = np.ones(max_batch + 1, np.float32)
         self._penalty = np.ones(max_batch + 1, np.float32)
         self._min_tokens = np.zeros(max_batch + 1, np.int64)
+        self._drawing: Drawing | None = None  # where the program gives scores
+        self._max_batch = max_batch
         self._admitted = 0  # rows, in total: a slot is another row's, with other figures, only behind one more
         program.graph_prepare(max_batch)
         hidden = program.decoder.config.hidden
@@ -61,8 +65,8 @@ class StepGraphs:
         for number, bucket in enumerate(reversed(self._buckets)):
             bucket.fill_up(0)
             bucket.device.copy_(bucket.host)
-            bucket.decode = capture(self._forward(bucket))
-            bucket.tail = capture(self._output(bucket))
+            bucket.decode = self._form(capture, bucket, self._forward(bucket))
+            bucket.tail = self._form(capture, bucket, self._output(bucket))
             progress((number + 1) / len(self._buckets), f"decode steps of {bucket.size} rows")
 
     def admit(self, row: Row) -> None:
@@ -77,6 +81,8 @@ class StepGraphs:
         self._admitted += 1
         self.attention.admit(slot, row.blocks)
         self.program.graph_reset(row)
+        if self._drawing is not None:
+            self._drawing.admit(row)
 
     def takes(self, row: Row, inputs: Inputs) -> bool:
         """Whether the row's last uncomputed position, `inputs`, can be a row of `decode`. A prompt's ids are embedded outside, and
@@ -106,15 +112,19 @@ class StepGraphs:
         bucket.hidden[: len(rows)].copy_(hidden)
         return self._run(bucket, rows, bucket.tail)
 
-    def _run(self, bucket: _Bucket, rows: Sequence[Row], step: Callable[[], Result] | None) -> Drawn:
-        assert step is not None, "prepare comes first"
+    def _run(self, bucket: _Bucket, rows: Sequence[Row], form: _Form | None) -> Drawn:
+        assert form is not None, "prepare comes first"
         count = len(rows)
         self._seat(bucket, rows)
         draws = np.array([len(row.output_ids) for row in rows])
         bucket.views["draws"][:count] = draws
         bucket.views["no_eos"][:count] = draws < bucket.min_tokens
+        if bucket.draws and self._drawing is not None:
+            bucket.views["newest"][:count] = [row.output_ids[-1] if row.output_ids else 0 for row in rows]
+            self._drawing.see(rows)
         bucket.device.copy_(bucket.host, non_blocking=True)
-        result, scores = step()
+        result = form.run(draws=bucket.draws)
+        scores = form.latest[1]
         host = result
         if self._done is not None:
             host = bucket.readback(result)
@@ -137,12 +147,31 @@ class StepGraphs:
         views["temperature"][:count] = self._temperature[slots]
         views["top_p"][:count] = self._top_p[slots]
         views["penalty"][:count] = self._penalty[slots]
+        bucket.draws = self._drawing is not None and self._drawing.wanted(self._temperature[slots], self._penalty[slots])
         bucket.min_tokens = self._min_tokens[slots]
         bucket.fill_up(count)
         bucket.seats = seats
 
     def _bucket(self, rows: int) -> _Bucket:
         return next(bucket for bucket in self._buckets if bucket.size >= rows)
+
+    def _form(self, capture: Capture, bucket: _Bucket, step: Callable[[], Result]) -> _Form:
+        form = _Form(capture(step))
+        scores = form.latest[1]
+        if scores is None:
+            return form
+        if self._drawing is None:
+            self._drawing = Drawing(scores.shape[1], self._max_batch, self.program.suppressed_ids, self.device)
+        drawing = self._drawing
+
+        def draw() -> torch.Tensor:
+            output, scores = form.latest
+            assert scores is not None
+            drawn, finite = drawing.draw(output[:, :-1], scores, bucket.step, bucket.newest)
+            return torch.cat((drawn, output[:, -1:] * finite), dim=1)
+
+        form.draw = capture(draw)
+        return form
 
     def _forward(self, bucket: _Bucket) -> Callable[[], Result]:
         def forward() -> Result:
@@ -166,6 +195,20 @@ class StepGraphs:
         return torch.cat((output, finite.to(output.dtype)), dim=1), scores
 
 
+class _Form:
+    """What a bucket runs, captured: a step, and behind it, where a row wants that, the draw from its scores."""
+
+    def __init__(self, step: Callable[[], Result]) -> None:
+        self.step = step
+        self.latest = step()  # of the last run; captured, a step gives the same tensors each time
+        self.draw: Callable[[], torch.Tensor] | None = None
+
+    def run(self, *, draws: bool) -> torch.Tensor:
+        """int64 [B, M + 1], as in Result."""
+        self.latest = self.step()
+        return self.draw() if draws and self.draw is not None else self.latest[0]
+
+
 class _Bucket:
     """The tensors of steps of `size` rows; all but the states lie in one buffer, which is filled on the host."""
 
@@ -176,6 +219,7 @@ class _Bucket:
             "tokens": (torch.int64, (size,)),
             "seeds": (torch.int64, (size,)),
             "draws": (torch.int64, (size,)),
+            "newest": (torch.int64, (size,)),  # the rows' last output ids, for draws
             "places": (torch.int64, (size,)),  # the slots of the rows' new positions in the cache
             "top_k": (torch.int64, (size,)),
             "temperature": (torch.float32, (size,)),
@@ -196,12 +240,14 @@ class _Bucket:
         on_device = {name: _view(self.device, *where) for name, where in layout.items()}
         self.lengths = on_device.pop("lengths")
         self.places = on_device.pop("places")
+        self.newest = on_device.pop("newest")
         self.given = on_device.pop("given")
         self.step = StepTensors(**on_device)
         self.embeds = torch.zeros(size, hidden, dtype=dtype, device=device)
         self.hidden = torch.zeros(size, hidden, dtype=dtype, device=device)
-        self.decode: Callable[[], Result] | None = None
-        self.tail: Callable[[], Result] | None = None
+        self.decode: _Form | None = None
+        self.tail: _Form | None = None
+        self.draws = False  # whether a row of those whose figures lie in the buffer wants more than its best score
         self.seats: tuple[int, ...] | None = None  # whose figures lie in the buffer, as StepGraphs counts them
         self.min_tokens = np.zeros(0, np.int64)  # of those rows
         self._readback: torch.Tensor | None = None

@@ -248,8 +248,8 @@ class GraphedProgram(Program, Protocol):
     def graph_output(self, hidden: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Captured: [B, hidden], post-norm → (int64 [B, M], of which column 0 is the sampled token, and scores or None).
 
-        The scores, float32 [B, vocab], are for a program that samples on the device only rows with no more than greedy
-        sampling; the engine samples the others from them. None = all rows are sampled, as `step` says.
+        Column 0 is then the highest score's, and the scores, float [B, vocab], are what the engine draws the rows from that want
+        more than that (drawing.py). None = all rows are sampled, as `step` says.
         """
 
     def graph_sampled(self, rows: Sequence[Row], output: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ def _add_each(a, b, c, x, y, z):  # type: ignore[no-untyped-def]  # triton reads
 
 
 @triton.jit
-def _threshold(key, weight, bound, low, high):  # type: ignore[no-untyped-def]
+def threshold(key, weight, bound, low, high):  # type: ignore[no-untyped-def]
     """The lowest key t from `low` to `high` for which the weight above t is less than `bound`: three sums at once, each turn a quarter.
     Nothing lies above `high`."""
     low = low.to(tl.int64)
@@ -49,8 +49,8 @@ def _threshold(key, weight, bound, low, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def noise(columns, seed, draw, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Gumbel's, float32 [BLOCK], as device_sampler.gumbel has it."""
+def philox_word(columns, seed, draw, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """uint32 [BLOCK], as device_sampler.philox has it."""
     zero = tl.zeros((BLOCK,), dtype=tl.uint32)
     word, _, _, _ = tl.philox(
         seed,
@@ -59,7 +59,13 @@ def noise(columns, seed, draw, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
         zero + ((draw >> 32) & 0xFFFFFFFF).to(tl.uint32),
         zero,
     )
-    uniform = ((word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
+    return word
+
+
+@triton.jit
+def noise(columns, seed, draw, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Gumbel's, float32 [BLOCK], as device_sampler.gumbel has it."""
+    uniform = ((philox_word(columns, seed, draw, BLOCK) >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
     return -tl.log(tl.maximum(-tl.log(uniform), 1e-20))
 
 
@@ -82,11 +88,11 @@ def drawn(score, gumbel, inside, heat, k, p, BFLOAT16: tl.constexpr, BLOCK: tl.c
             least = tl.min(key, 0)
         if k > 0:
             ones = tl.where(inside, 1.0, 0.0)
-            least = _threshold(key, ones, k.to(tl.float32), least, most)
+            least = threshold(key, ones, k.to(tl.float32), least, most)
             score = tl.where(key >= least, score, float("-inf"))
         if p < 1:
             mass = tl.exp(score - tl.max(score, 0))
-            nucleus = _threshold(key, mass, p * tl.sum(mass, 0), least, most)
+            nucleus = threshold(key, mass, p * tl.sum(mass, 0), least, most)
             score = tl.where(key >= nucleus, score, float("-inf"))
         score = score + gumbel
     return tl.argmax(tl.where(inside, score, float("-inf")), 0).to(tl.int64)

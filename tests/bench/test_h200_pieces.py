@@ -30,6 +30,7 @@ def arguments(**said: object) -> argparse.Namespace:
         "warmups": 1,
         "prompt_words": 60,
         "text_tokens": 64,
+        "temperature": 0.0,
         "frames": 128,
         "label": "h200",
         "baseline": BASELINE,

@@ -64,9 +64,9 @@ async def soak(server: Server, subject: Subject, far: FarWorker, minutes: float,
         for _ in range(QUIET):
             await quiet.serves(BACK_S)
     before = await rest(crew, "it is idle before the first fault")
-    rounds, round_s, began = 0, [], time.monotonic()
+    rounds, round_s, end = 0, [], time.monotonic() + 60 * minutes
     async with subject.load(server.url) as load, Watch(crew, strikes.faults):
-        while time.monotonic() < began + 60 * minutes:
+        while time.monotonic() < end:
             await load.all_run()
             operating = asyncio.create_task(operators.beside()) if rounds % 2 else None
             for _ in range(FAULTS):
@@ -82,7 +82,9 @@ async def soak(server: Server, subject: Subject, far: FarWorker, minutes: float,
             rounds += 1
             print(f"round {rounds}: all served again {round_s[-1]:.1f} s after all were back", flush=True)
             if rounds == 1:
+                calm = time.monotonic()
                 await calm_restart(crew, operators, load, "" if minutes >= LONG else operators.some_stage())
+                end += time.monotonic() - calm if minutes >= LONG else 0.0  # minutes of faults
     after = await rest(crew, "it is idle after the last fault")
     note_service(strikes.faults, load.streams, PLACES)
     return record.Run(

@@ -47,7 +47,8 @@ class Operators:
 
     async def restart(self, stage: str) -> None:
         """Every worker of a stage, "" of all, is replaced, under load and without a fault: nobody may notice."""
-        assert await self._command("restart", "--rolling", *filter(None, [stage])) == 0, self.commands[-1]
+        limit = BACK_S if stage else BACK_S * len(self._crew.stages)  # one worker after the other, each with its drain
+        assert await self._command("restart", "--rolling", *filter(None, [stage]), limit=limit) == 0, self.commands[-1]
 
     async def as_wanted(self) -> None:
         """Every stage has its replicas again."""
@@ -55,7 +56,7 @@ class Operators:
             if stage in self._crew.not_as_wanted():
                 assert await self._command("scale", stage, str(REPLICAS)) == 0, self.commands[-1]
 
-    async def _command(self, *arguments: str) -> int:
+    async def _command(self, *arguments: str, limit: float = BACK_S) -> int:
         base = str(self._crew.server.run_base)
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
@@ -65,7 +66,7 @@ class Operators:
             env={**os.environ, "XDG_RUNTIME_DIR": base, "TMPDIR": base, "OMNI_BUS_URL": ""},
         )
         try:
-            async with asyncio.timeout(BACK_S):
+            async with asyncio.timeout(limit):
                 out, wrong = (each.decode().strip() for each in await process.communicate())
         finally:
             if process.returncode is None:

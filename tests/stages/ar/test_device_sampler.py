@@ -7,7 +7,7 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from omni_bus.sampling import SamplingParams
-from omni_bus.stages.ar.device_sampler import adjust, gumbel, philox, sample
+from omni_bus.stages.ar.device_sampler import MAX_FUSED_VOCAB, adjust, fine_gumbel, gumbel, philox, sample
 from omni_bus.stages.ar.sampler import _warp
 
 KNOBS = [(0.0, 50, 0.8), (1.0, 50, 0.8), (0.9, 50, 1.0), (1.0, 0, 1.0), (0.5, 0, 0.9), (2.0, 5, 0.3), (1.0, 10_000, 0.999)]
@@ -129,3 +129,37 @@ def test_scores_are_adjusted_as_by_transformers() -> None:
         expected = RepetitionPenaltyLogitsProcessor(float(penalty[row]))(ids[row : row + 1], scores[row : row + 1].clone())
         expected[0, [10, 11] if row == 1 else [5, 10, 11]] = -torch.inf
         assert torch.equal(got[row : row + 1], expected)
+
+
+def test_noise_of_many_columns_is_standard_and_has_no_ties() -> None:
+    vocab = 152_064
+    noise = fine_gumbel(torch.arange(8), torch.arange(8), vocab)
+    assert noise.isfinite().all()
+    assert abs(float(noise.mean()) - 0.5772) < 0.01 and abs(float(noise.var()) - 1.6449) < 0.02
+    high = noise[noise > 6].sort().values
+    assert len(high) > 2000 and len(high.unique()) > 0.99 * len(high), "the highest decide, and tell each other apart"
+    words = philox(torch.arange(8), torch.arange(8), vocab)
+    exact = -(-torch.log1p(-(words.double() + 0.5) * 2.0**-32)).log()
+    wrong = (noise - exact).abs()
+    assert float(wrong[exact > 0].max()) < 3e-5 and float(wrong.max()) < 0.02, "coarse only where it is lowest"
+
+
+def test_draws_from_a_long_row_follow_the_warped_softmax() -> None:
+    """Above MAX_FUSED_VOCAB: the share of ten likely columns among 5,000, and nothing that top_p leaves out."""
+    vocab, draws = 5000, 4000
+    scores = torch.full((1, vocab), -4.0)
+    scores[0, ::500] = torch.linspace(1, 4, 10)
+    assert vocab > MAX_FUSED_VOCAB
+    for top_k, top_p in ((0, 1.0), (10, 1.0), (0, 0.4)):
+        expected = _warp(scores, 1.0, top_k, top_p).softmax(dim=-1)[0]
+        counts = torch.zeros(vocab)
+        for begin in range(0, draws, 500):
+            knobs = arguments(500, top_k=top_k, top_p=top_p, seed=begin)
+            counts += torch.bincount(sample(scores.expand(500, -1), *knobs), minlength=vocab)
+        assert counts[expected == 0].sum() == 0
+        likely = expected > 1e-3
+        groups = torch.stack((counts[likely], expected[likely] * draws))
+        groups = torch.cat((groups, draws - groups.sum(1, keepdim=True)), dim=1) if top_k == 0 and top_p == 1 else groups
+        chi = ((groups[0] - groups[1]) ** 2 / groups[1]).sum()
+        freedom = groups.shape[1]
+        assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (top_k, top_p, chi)

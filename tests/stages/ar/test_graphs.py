@@ -18,6 +18,7 @@ from omni_bus.stages.ar.graphs import bucket_sizes
 from omni_bus.stages.ar.program import Row, StepTensors, isolated
 from omni_bus.stages.ar.stage import ARStage
 from omni_bus.stages.contract import Chunk, Finished, Output, StageContext, StageError, StageRequest
+from tests.support.device_draws import device_draws
 
 OUT = "llm->client"
 
@@ -28,8 +29,15 @@ def model(tiny_llama, byte_tokenizer) -> CausalLM:
     return llama_model(tiny_llama.config.to_dict(), weights, byte_tokenizer, frozenset({5}), dtype=torch.float32, device="cpu")
 
 
+@pytest.fixture(autouse=True)
+def one_noise():
+    """Both forms draw alike."""
+    with device_draws():
+        yield
+
+
 class GraphedLM(CausalLMProgram):
-    """A text model in both forms: greedy on the device, everything else from the scores."""
+    """A text model in both forms: the best score on the device, everything else from the scores."""
 
     steps: list[int]
 
@@ -163,7 +171,9 @@ KINDS = (
     SamplingParams(max_tokens=25, ignore_eos=True),
     SamplingParams(max_tokens=12, temperature=1.1, top_k=20, top_p=0.9, repetition_penalty=1.2),
     SamplingParams(max_tokens=15, repetition_penalty=1.5),
-    SamplingParams(max_tokens=15, min_tokens=9),
+    SamplingParams(max_tokens=15, min_tokens=9, stop_token_ids=(5,)),
+    SamplingParams(max_tokens=25, temperature=0.8, top_p=0.95, ignore_eos=True),
+    SamplingParams(max_tokens=20, temperature=1.3, repetition_penalty=0.8, min_tokens=20, stop_token_ids=(5, 7)),
 )
 
 

@@ -15,10 +15,18 @@ from omni_bus.stages.ar.causal_lm import CausalLM, CausalLMProgram, PromptIds, l
 from omni_bus.stages.ar.program import Row, StepTensors
 from omni_bus.stages.ar.stage import ARStage
 from omni_bus.stages.contract import Chunk, Consumed, Emission, Finished, Output, StageContext, StageError, StageRequest
+from tests.support.device_draws import device_draws
 
 OUT = "llm->client"
 BLOCK = 4
 MODES = pytest.mark.parametrize("graphs", ["off", "plain"])
+
+
+@pytest.fixture(autouse=True)
+def one_noise():
+    """Both forms draw alike."""
+    with device_draws():
+        yield
 
 
 class BothForms(CausalLMProgram):

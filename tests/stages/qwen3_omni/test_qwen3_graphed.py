@@ -13,6 +13,7 @@ import torch
 from omni_bus.events import RequestOptions
 from omni_bus.sampling import SamplingParams
 from omni_bus.spec import load_pipeline
+from tests.support.device_draws import device_draws
 from tests.support.qwen3_omni import CASES, MAX_FRAMES, MAX_TEXT, Expected, options
 from tests.support.qwen3_traces import codes, run, text_tokens
 from tests.support.stage_pipeline import StagePipeline, Trace
@@ -100,11 +101,31 @@ def test_a_thinker_without_end_token_equals_the_other_form(
         assert len(tokens) == limit and tokens == [token for delta in other for token in delta.token_ids]
 
 
-def test_a_sampled_thinker_draws_as_in_the_other_form(graphed: StagePipeline, omni_pipeline: StagePipeline) -> None:
-    sampling = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.3, max_tokens=16)
-    request = RequestOptions(seed=5, sampling={"thinker": sampling})
-    ours, other = (run(pipeline, "text", request).payloads("thinker->client") for pipeline in (graphed, omni_pipeline))
-    assert [delta.token_ids for delta in ours] == [delta.token_ids for delta in other]
+def test_a_sampled_thinker_draws_from_what_the_other_form_draws_from(
+    graphed: StagePipeline, omni_pipeline: StagePipeline
+) -> None:
+    """Penalty, temperature, top_k and top_p over the model's whole vocabulary; both forms with one noise."""
+    for sampling in (
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.9, repetition_penalty=1.3, max_tokens=16),
+        SamplingParams(temperature=1.0, max_tokens=16),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=16),
+    ):
+        request = RequestOptions(seed=5, sampling={"thinker": sampling})
+        with device_draws():
+            ours, other = (run(pipeline, "text", request).payloads("thinker->client") for pipeline in (graphed, omni_pipeline))
+        assert [delta.token_ids for delta in ours] == [delta.token_ids for delta in other]
+
+
+def test_sampled_text_depends_on_the_request_alone(graphed: StagePipeline) -> None:
+    def said(trace: Trace) -> list[int]:
+        return [token for delta in trace.payloads("thinker->client") for token in delta.token_ids]
+
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=16)
+    first, other = (RequestOptions(seed=seed, sampling={"thinker": sampling}) for seed in (5, 6))
+    alone = said(run(graphed, "text", first))
+    together = staggered(graphed, {name: first for name in ("audio", "history", "text", "image")})
+    assert said(together["text"]) == alone
+    assert said(run(graphed, "text", other)) != alone
 
 
 def test_sampled_frames_depend_on_the_request_alone(graphed: StagePipeline) -> None:
