@@ -111,6 +111,7 @@ class Hosted:
                 self.host.chunk(event, frames)
         if self.host.has_work():
             self.host.step()
+        self.host.send()
         spent = time.thread_time() - begun
         if profile is not None:
             profile.disable()

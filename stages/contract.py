@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -126,6 +126,15 @@ class StageStats:
     slots_total: int = 0
 
 
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A stage whose device can work while the host sends what the last step gave."""
+
+    def ahead(self) -> None:
+        """Called behind each `step` and the events that came with it, before its emissions are sent: begin what the next step is to
+        give, and wait for nothing. A request that is paused or cancelled meanwhile may have begun already."""
+
+
 class WokenByEvents:
     """Base of stages for which time alone changes nothing."""
 
@@ -147,7 +156,7 @@ class Stage(Protocol):
         """Free all that the request holds, at once. Emissions for it that are still to come are dropped. Unknown ids are ignored."""
 
     def pause(self, request_id: int) -> None:
-        """The consumer of one of its outputs is out of credit: leave the batch until `resume`."""
+        """The consumer of one of its outputs is out of credit: leave the batch until `resume`. What has begun may still be given."""
 
     def resume(self, request_id: int) -> None: ...
 

@@ -23,6 +23,9 @@ class Driven(Protocol):
     def step(self) -> None:
         """One step of each stage that has work."""
 
+    def send(self) -> None:
+        """Send what the step gave. Stages may begin their next one before."""
+
     def heartbeat(self) -> None: ...
     def tell_load(self) -> None:
         """A heartbeat ahead of its time, if the load is news."""
@@ -73,5 +76,9 @@ def run(worker: Driven, link: BrokerLink, stop: Stop, heartbeat_s: float, step_s
         if link.lost():
             worker.broker_lost()
         worker.step()
+        for frames in link.receive():  # what came meanwhile has a say in what is begun next
+            worker.message(frames)
+            happened = True
+        worker.send()
         if happened:
             look = min(look, time.monotonic() + LOOK_S)

@@ -90,6 +90,7 @@ class StageHost:
         self._client_edge = pipeline.entry.name
         self._rows: dict[int, _Row] = {}
         self._playback = Playback()
+        self._emissions: list[contract.Emission] | None = None  # of the last step, until they are sent
         self._steps = 0
         self._busy_s = 0.0
 
@@ -177,13 +178,27 @@ class StageHost:
         started = time.perf_counter()
         try:
             # All of it first: a stage that yields as it goes would else be paused in the middle of its step.
-            emissions = list(self._stage.step())
+            self._emissions = list(self._stage.step())
         except Exception as error:
             self._fail_all(error)
             return
         finally:
             self._steps += 1
             self._busy_s += time.perf_counter() - started
+
+    def send(self) -> None:
+        """What the last step gave; the stage may begin the next one first."""
+        if self._emissions is None:
+            return
+        emissions, self._emissions = self._emissions, None
+        if isinstance(self._stage, contract.RunsAhead):
+            started = time.perf_counter()
+            try:
+                self._stage.ahead()
+            except Exception as error:
+                self._fail_all(error)
+            finally:
+                self._busy_s += time.perf_counter() - started
         touched: dict[int, _Row] = {}
         for emission in emissions:
             row = self._rows.get(emission.request_id)

@@ -1,7 +1,7 @@
 """What this process has sent, edge by edge: sequence numbers, credits, tensors that wait for their consumer, chunks that wait.
 
 A chunk waits in its edge's queue while the edge has no credit, or the connector no room; its request's stage is paused meanwhile,
-so a queue holds no more than one step's emissions. Chunks that wait for room go in the order in which they came, over all
+so a queue holds no more than two steps' emissions: one may have begun by then. Chunks that wait for room go in the order in which they came, over all
 requests.
 """
 

@@ -119,6 +119,12 @@ class TracedStage:
         self._trace.add("call", self._name, "step", start, time.time_ns(), self._stage.stats().batch, len(emissions))
         return emissions
 
+    def ahead(self) -> None:
+        if isinstance(self._stage, contract.RunsAhead):
+            start = time.time_ns()
+            self._stage.ahead()
+            self._trace.add("call", self._name, "ahead", start, time.time_ns(), 0, 0)
+
     def stats(self) -> contract.StageStats:
         return self._stage.stats()
 

@@ -173,6 +173,10 @@ class Worker:
         for host in self._hosts.values():
             if host.has_work():
                 host.step()
+
+    def send(self) -> None:
+        for host in self._hosts.values():
+            host.send()
         # Again while it changes something: a request that fails on the way gives its room back.
         while results := self._outgoing.retry():
             for (request, edge), error in results.items():

@@ -1,7 +1,8 @@
 """One step of a batch: gather inputs → decoder → logits → sample → hand the tokens to the program. Each row's errors stay its own.
 
 Rows are computed in one of two forms. Freely: any number of positions, with Python per row. Or, where the engine has StepGraphs, one
-position a row as a step of fixed size; then the token of a prompt computed freely is drawn by such a step too.
+position a row as a step of fixed size; then the token of a prompt computed freely is drawn by such a step too. A step of fixed size
+can be begun before its results are wanted: the device then works while the host sends what the step before gave.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from omni_bus.errors import StageFailed
+from omni_bus.stages import failures
 from omni_bus.stages.ar.attention import PagedAttention, Span, upload
 from omni_bus.stages.ar.blocks import BlockManager
 from omni_bus.stages.ar.capture import Capture
-from omni_bus.stages.ar.graphs import Drawn, StepGraphs
+from omni_bus.stages.ar.graphs import Drawn, Flight, StepGraphs
 from omni_bus.stages.ar.program import Inputs, Program, Row, fail_row, isolated
 from omni_bus.stages.ar.prompt_graphs import PromptGraphs
 from omni_bus.stages.ar.sampler import Sampler, sample_rows
@@ -59,6 +61,7 @@ class Engine:
         parameter = next(program.decoder.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._step_was_last = False
+        self._begun: tuple[Sequence[Piece], Flight] | None = None
 
     def use(
         self, graphs: StepGraphs, prompts: PromptGraphs | None, capture: Capture, progress: Callable[[float, str], None]
@@ -107,6 +110,45 @@ class Engine:
                 self._run(steps[begin : begin + self.graphs.max_rows], self._step)
             return len(steps)
 
+    @property
+    def has_begun(self) -> bool:
+        return self._begun is not None
+
+    @torch.no_grad()
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Begin a step of `pieces`, if all are rows of one; `finish` gives what came of it, and is called before anything else here."""
+        assert self._begun is None
+        if self.graphs is None or len(pieces) > self.graphs.max_rows or not all(map(self._is_step, pieces)):
+            return
+        rows = [piece.row for piece in pieces]
+        try:
+            with self._on_device():
+                self._begun = pieces, self.graphs.launch(rows, [row.pending[0] for row in rows])
+        except Exception as error:
+            failures.raise_if_device_is_lost(error)
+            logger.warning(
+                "a step of %d rows could not be begun (%s); it is tried in its turn", len(rows), type(error).__name__
+            )
+        self._step_was_last = True
+
+    @torch.no_grad()
+    def finish(self) -> int:
+        """Wait for the step that was begun → how many rows it had that are still there."""
+        assert self._begun is not None and self.graphs is not None
+        pieces, flight = self._begun
+        self._begun = None
+        there = [index for index, piece in enumerate(pieces) if piece.row.slot]  # who has left meanwhile has none
+        alive = [pieces[index] for index in there]
+        with self._on_device():
+            try:
+                drawn = self.graphs.land(flight).of(there)
+            except Exception as error:
+                failures.raise_if_device_is_lost(error)
+                self._each_alone(alive, self._step, error)
+            else:
+                self._commit(alive, _Outcome(list(range(len(alive))), drawn=drawn))
+        return len(alive)
+
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         """Kernels of ours are launched on the device that is current."""
         if self.device.type == "cuda":
@@ -126,6 +168,9 @@ class Engine:
         if len(pieces) == 1:
             fail_row(pieces[0].row, failure)
             return
+        self._each_alone(pieces, form, failure)
+
+    def _each_alone(self, pieces: Sequence[Piece], form: Callable[[Sequence[Piece]], _Outcome], failure: Exception) -> None:
         logger.warning("a batch of %d rows failed (%s); trying each row alone", len(pieces), type(failure).__name__)
         for piece in pieces:
             self._run([piece], form)
@@ -136,8 +181,8 @@ class Engine:
 
     def _step(self, pieces: Sequence[Piece]) -> _Outcome:
         assert self.graphs is not None
-        drawn = self.graphs.decode([piece.row for piece in pieces], [piece.row.pending[0] for piece in pieces])
-        return _Outcome(list(range(len(pieces))), drawn=drawn)
+        flight = self.graphs.launch([piece.row for piece in pieces], [piece.row.pending[0] for piece in pieces])
+        return _Outcome(list(range(len(pieces))), drawn=self.graphs.land(flight))
 
     def _forward(self, pieces: Sequence[Piece]) -> _Outcome:
         inputs = [_next_inputs(piece) for piece in pieces]

@@ -18,10 +18,20 @@ from omni_bus.stages.ar.attention import DecodeAttention
 from omni_bus.stages.ar.capture import Capture
 from omni_bus.stages.ar.drawing import Drawing
 from omni_bus.stages.ar.program import GraphedProgram, Inputs, Row, StepTensors
+from omni_bus.stages.ar.transfer import ids_to_device
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # int64 [B, M + 1], the last column: finite; scores [B, vocab]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that is on its way."""
+
+    count: int  # rows
+    result: torch.Tensor  # int64 [at least rows, M + 1] on the host, once it has landed
+    scores: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +41,13 @@ class Drawn:
     output: torch.Tensor  # int64 [rows, M] on the host, as GraphedProgram.graph_output has it
     finite: list[bool]  # whether the row's hidden state was
     scores: torch.Tensor | None  # [rows, vocab] on the device as the program gave them, valid until the next step
+
+    def of(self, rows: Sequence[int]) -> Drawn:
+        """Of some of the rows."""
+        if len(rows) == len(self.finite):
+            return self
+        scores = None if self.scores is None else self.scores.index_select(0, ids_to_device(rows, self.scores.device))
+        return Drawn(self.output[list(rows)], [self.finite[row] for row in rows], scores)
 
 
 def bucket_sizes(max_batch: int) -> tuple[int, ...]:
@@ -91,8 +108,9 @@ class StepGraphs:
             return True
         return inputs.embeds is not None and inputs.deepstack is None and self.program.capture_layer is None
 
-    def decode(self, rows: Sequence[Row], inputs: Sequence[Inputs]) -> Drawn:
-        """One position of each row, given by its `inputs`: stored, computed, and a token drawn from it."""
+    def launch(self, rows: Sequence[Row], inputs: Sequence[Inputs]) -> Flight:
+        """One position of each row, given by its `inputs`: stored, computed, and a token drawn from it. Waits for nothing; only one step
+        is on its way at a time."""
         bucket, count = self._bucket(len(rows)), len(rows)
         views = bucket.views
         positions = inputs[0].positions if count == 1 else torch.cat([one.positions for one in inputs], dim=1)
@@ -104,15 +122,23 @@ class StepGraphs:
         for index, one in enumerate(inputs):
             if one.embeds is not None:
                 bucket.embeds[index].copy_(one.embeds[0], non_blocking=True)
-        return self._run(bucket, rows, bucket.decode)
+        return self._launch(bucket, rows, bucket.decode)
 
     def tail(self, rows: Sequence[Row], hidden: torch.Tensor) -> Drawn:
         """A token of each row from its last position's state: [rows, hidden], post-norm."""
         bucket = self._bucket(len(rows))
         bucket.hidden[: len(rows)].copy_(hidden)
-        return self._run(bucket, rows, bucket.tail)
+        return self.land(self._launch(bucket, rows, bucket.tail))
 
-    def _run(self, bucket: _Bucket, rows: Sequence[Row], form: _Form | None) -> Drawn:
+    def land(self, flight: Flight) -> Drawn:
+        """Wait for a step, and read what it gave."""
+        if self._done is not None:
+            self._done.synchronize()
+        result = flight.result[: flight.count]
+        scores = None if flight.scores is None else flight.scores[: flight.count]
+        return Drawn(result[:, :-1].clone(), result[:, -1].bool().tolist(), scores)
+
+    def _launch(self, bucket: _Bucket, rows: Sequence[Row], form: _Form | None) -> Flight:
         assert form is not None, "prepare comes first"
         count = len(rows)
         self._seat(bucket, rows)
@@ -130,9 +156,7 @@ class StepGraphs:
             host = bucket.readback(result)
             host.copy_(result, non_blocking=True)
             self._done.record()
-            self._done.synchronize()
-        finite: list[bool] = host[:count, -1].bool().tolist()
-        return Drawn(host[:count, :-1].clone(), finite, None if scores is None else scores[:count])
+        return Flight(count, host, scores)
 
     def _seat(self, bucket: _Bucket, rows: Sequence[Row]) -> None:
         """Write what stays as it is while the same rows are together, which they mostly are from step to step."""

@@ -79,8 +79,10 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether `schedule` would find something."""
-        if any(computable(row) for row in self.running.values()):
-            return True
+        return any(computable(row) for row in self.running.values()) or self.can_admit()
+
+    def can_admit(self) -> bool:
+        """Whether `admit` would find a row."""
         first = self._next_waiting()
         return first is not None and self._can_admit(first)
 

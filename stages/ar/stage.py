@@ -161,17 +161,17 @@ class ARStage(WokenByEvents):
             row.paused = False
 
     def has_work(self) -> bool:
-        return self._loaded[0].has_work() or any(row.outbox for row in self._rows.values())
+        scheduler, engine = self._loaded
+        return engine.has_begun or scheduler.has_work() or any(row.outbox for row in self._rows.values())
 
     def step(self) -> Iterable[Emission]:
         scheduler, engine = self._loaded
-        for row in scheduler.admit():
-            engine.admit(row)
-            if row.request.options.prepare and row.prompt_closed and not row.ended and not self._leaves_blocks(row):
-                with isolated(row):
-                    self.program.prepared(row)
-        pieces = scheduler.schedule()
-        self._batch = engine.run(pieces) if pieces else 0
+        if engine.has_begun:
+            self._batch = engine.finish()
+        else:
+            self._admit()
+            pieces = scheduler.schedule()
+            self._batch = engine.run(pieces) if pieces else 0
         emissions: list[Emission] = []
         for row in [row for row in self._rows.values() if row.outbox or row.ended]:
             emissions += row.outbox
@@ -179,6 +179,22 @@ class ARStage(WokenByEvents):
             if row.ended:
                 self._release(row)
         return emissions
+
+    def ahead(self) -> None:
+        """Nobody who waits is passed over: a step is begun only where all that could be computed are rows of it."""
+        scheduler, engine = self._loaded
+        if engine.graphs is not None and not engine.has_begun and not scheduler.can_admit():
+            pieces = scheduler.schedule()
+            if pieces:
+                engine.begin(pieces)
+
+    def _admit(self) -> None:
+        scheduler, engine = self._loaded
+        for row in scheduler.admit():
+            engine.admit(row)
+            if row.request.options.prepare and row.prompt_closed and not row.ended and not self._leaves_blocks(row):
+                with isolated(row):
+                    self.program.prepared(row)
 
     def _leaves_blocks(self, row: Row) -> bool:
         """Whether computing the row would fill a block that is not kept yet: a block that is not full is kept for nobody."""

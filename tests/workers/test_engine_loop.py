@@ -51,6 +51,8 @@ class WokenByTime:
         else:
             self.idle_looks += 1
 
+    def send(self) -> None: ...
+
 
 @pytest.fixture
 def endpoint(tmp_path: pathlib.Path) -> Iterator[str]:

@@ -99,6 +99,8 @@ class Driven:
     def step(self) -> None:
         self.rounds += 1
 
+    def send(self) -> None: ...
+
     @property
     def leaving(self) -> bool:
         return time.monotonic() >= self.end

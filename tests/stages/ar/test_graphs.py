@@ -108,7 +108,10 @@ class SlotLM(GraphedLM):
 
 
 class Driver:
-    def __init__(self, model: CausalLM, program: type[CausalLMProgram], *, max_batch: int = 8, **options: object) -> None:
+    def __init__(
+        self, model: CausalLM, program: type[CausalLMProgram], *, max_batch: int = 8, ahead: bool = False, **options: object
+    ) -> None:
+        self.ahead = ahead
         self.program = program(lambda ctx: model, text_edges=(OUT,))
         self.stage = ARStage(self.program)
         self.progress: list[float] = []
@@ -152,6 +155,8 @@ class Driver:
                     self.ids[emission.request_id] += delta.token_ids
                 case Finished() | StageError():
                     self.ended[emission.request_id] = emission
+        if self.ahead:
+            self.stage.ahead()
 
     def run_while_work(self) -> None:
         while self.stage.has_work():
@@ -194,9 +199,13 @@ def traffic(bus: Driver, seed: int, kinds=KINDS) -> set[int]:
     return cancelled
 
 
+AHEAD = pytest.mark.parametrize("ahead", [False, True])
+
+
+@AHEAD
 @pytest.mark.parametrize("piece", [5, 512])
-def test_steps_of_fixed_size_give_the_same_tokens(model, piece):
-    stepped = Driver(model, GraphedLM, graphs="plain", max_prefill_tokens=piece)
+def test_steps_of_fixed_size_give_the_same_tokens(model, piece, ahead):
+    stepped = Driver(model, GraphedLM, graphs="plain", max_prefill_tokens=piece, ahead=ahead)
     free = Driver(model, CausalLMProgram, max_prefill_tokens=piece)
     for bus in (stepped, free):
         for number in range(20):
@@ -208,9 +217,10 @@ def test_steps_of_fixed_size_give_the_same_tokens(model, piece):
     assert stepped.progress == sorted(stepped.progress) and stepped.progress[-1] == 1.0
 
 
+@AHEAD
 @pytest.mark.parametrize("seed", range(3))
-def test_arrivals_and_cancels_change_no_row(model, seed):
-    stepped = Driver(model, GraphedLM, graphs="plain", max_batch=5, kv_blocks=64, max_length=80)
+def test_arrivals_and_cancels_change_no_row(model, seed, ahead):
+    stepped = Driver(model, GraphedLM, graphs="plain", max_batch=5, kv_blocks=64, max_length=80, ahead=ahead)
     cancelled = traffic(stepped, seed)
     free = Driver(model, CausalLMProgram)
     for number in range(20):
@@ -222,10 +232,11 @@ def test_arrivals_and_cancels_change_no_row(model, seed):
     assert len(stepped.program.resets) >= 20 - len(cancelled)
 
 
+@AHEAD
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_kept_under_a_slot_belongs_to_its_row_alone(model, seed):
+def test_what_is_kept_under_a_slot_belongs_to_its_row_alone(model, seed, ahead):
     kinds = (*KINDS[:3], SamplingParams(max_tokens=15, temperature=0.5, top_k=7, min_tokens=15))
-    together = Driver(model, SlotLM, graphs="plain", max_batch=6)
+    together = Driver(model, SlotLM, graphs="plain", max_batch=6, ahead=ahead)
     cancelled = traffic(together, seed, kinds)
     assert not any(isinstance(end, StageError) for end in together.ended.values())
     for number in set(range(20)) - cancelled:
@@ -259,8 +270,9 @@ def test_a_step_does_not_wait_for_a_long_prompt(model):
     assert sizes[:20] == [1, 0] * 10, "decode and prefill take turns"
 
 
-@pytest.mark.parametrize("how", ["prompt", "nan", "program", "row"])
-def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
+@AHEAD
+@pytest.mark.parametrize("how", ["prompt", "nan", "step", "program", "row"])
+def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog, ahead):
     class Faulty(GraphedLM):
         def embed(self, token_ids):
             embeds = super().embed(token_ids)
@@ -268,6 +280,8 @@ def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
 
         def graph_embed(self, step):
             embeds = super().graph_embed(step)
+            if how == "step" and bool((step.seeds == 9).any() & (step.draws > 3).any()):
+                raise RuntimeError("secret detail")
             return torch.where((step.seeds == 9)[:, None] & (how == "nan"), torch.nan, embeds)
 
         def graph_sampled(self, rows, output):
@@ -281,7 +295,7 @@ def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
                 raise RuntimeError("secret detail")
 
     def run(broken: bool) -> Driver:
-        bus = Driver(model, Faulty, graphs="plain")
+        bus = Driver(model, Faulty, graphs="plain", ahead=ahead)
         for number in range(4):
             bus.add(number, prompt(number, 8), SamplingParams(max_tokens=12, temperature=0.8 * number, ignore_eos=True))
         if broken:
@@ -294,6 +308,62 @@ def test_a_row_that_fails_in_a_step_takes_no_other_with_it(model, how, caplog):
     error = bad.ended[9]
     assert isinstance(error, StageError) and "secret" not in error.error.message and "request 9" in caplog.text
     assert [number for number, end in bad.ended.items() if isinstance(end, StageError)] == [9]
+
+
+def test_the_next_step_is_begun_before_this_ones_results_are_sent(model):
+    """All rows of a step, and only where nobody else has something to compute; its results come with the next call."""
+    bus = Driver(model, GraphedLM, graphs="plain", max_prefill_tokens=8, ahead=True)
+    for number in range(3):
+        bus.add(number, prompt(number, 4), SamplingParams(max_tokens=20, ignore_eos=True))
+
+    def tokens_of_a_step() -> list[int]:
+        rows = [bus.stage._rows[number] for number in range(3)]
+        before = [len(row.output_ids) for row in rows]
+        bus.step()
+        return [len(row.output_ids) - count for row, count in zip(rows, before, strict=True)]
+
+    while tokens_of_a_step() != [1, 1, 1]:
+        pass
+    assert bus.stage._engine.has_begun and bus.stage.has_work()
+    before = len(bus.program.steps)
+    assert tokens_of_a_step() == [1, 1, 1] and len(bus.program.steps) == before + 1, "one step a call: the next one's"
+
+    bus.stage.pause(0)
+    assert tokens_of_a_step() == [1, 1, 1], "what has begun is still given"
+    assert tokens_of_a_step() == [0, 1, 1], "and no more than that"
+    bus.stage.resume(0)
+
+    bus.add(3, prompt(3, 20), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert tokens_of_a_step() == [0, 1, 1], "it had begun when the prompt came"
+    assert not bus.stage._engine.has_begun, "a prompt waits"
+    assert tokens_of_a_step() == [0, 0, 0], "it goes first"
+    bus.run()
+    free = Driver(model, CausalLMProgram)
+    for number in range(4):
+        count, length = (3, 20) if number == 3 else (20, 4)
+        free.add(number, prompt(number, length), SamplingParams(max_tokens=count, ignore_eos=True))
+    free.run()
+    assert bus.ids == free.ids
+
+
+def test_who_leaves_while_a_step_is_on_its_way_leaves_alone(model):
+    """Its slot and its blocks go to the next row at once, and what was computed for it to nobody."""
+    bus = Driver(model, SlotLM, graphs="plain", max_batch=2, kv_blocks=16, max_length=24, ahead=True)
+    for number in range(2):
+        bus.add(number, prompt(number, 6), SamplingParams(max_tokens=12, ignore_eos=True))
+    for _ in range(4):
+        bus.step()
+    assert bus.stage._engine.has_begun
+    bus.stage.cancel(0)
+    bus.add(2, prompt(2, 9), SamplingParams(max_tokens=12, ignore_eos=True))
+    before = len(bus.ids[0])
+    bus.run()
+    assert len(bus.ids[0]) == before and 0 not in bus.ended
+    for number in (1, 2):
+        alone = Driver(model, SlotLM, graphs="plain", max_batch=1)
+        alone.add(number, prompt(number, 6 if number == 1 else 9), SamplingParams(max_tokens=12, ignore_eos=True))
+        alone.run()
+        assert bus.ids[number] == alone.ids[number]
 
 
 def test_a_prompt_is_computed_in_the_size_that_holds_it_and_the_rest_changes_nothing(model):
