@@ -181,9 +181,13 @@ class ARStage(WokenByEvents):
         return emissions
 
     def ahead(self) -> None:
-        """Nobody who waits is passed over: a step is begun only where all that could be computed are rows of it."""
+        """Nobody who waits is passed over: a step is begun only where all that could be computed are rows of it. Where more rows run than
+        a step holds, it is better to wait for those that are about to be ready: they fill it."""
         scheduler, engine = self._loaded
-        if engine.graphs is not None and not engine.has_begun and not scheduler.can_admit():
+        graphs = engine.graphs
+        if graphs is None or engine.has_begun or len(scheduler.running) > graphs.max_rows:
+            return
+        if not scheduler.can_admit():
             pieces = scheduler.schedule()
             if pieces:
                 engine.begin(pieces)

@@ -346,6 +346,18 @@ def test_the_next_step_is_begun_before_this_ones_results_are_sent(model):
     assert bus.ids == free.ids
 
 
+def test_where_more_rows_run_than_a_step_holds_none_is_begun_ahead(model):
+    bus = Driver(model, GraphedLM, graphs="plain", ahead=True)
+    bus.stage._engine.graphs.max_rows = 2
+    for number in range(3):
+        bus.add(number, prompt(number, 4), SamplingParams(max_tokens=5 + 5 * number, ignore_eos=True))
+    begun = []
+    while bus.stage.has_work():
+        bus.step()
+        begun.append((bus.stage._engine.has_begun, len(bus.stage._scheduler.running)))
+    assert {rows for begins, rows in begun if begins} == {1, 2} and (False, 3) in begun
+
+
 def test_who_leaves_while_a_step_is_on_its_way_leaves_alone(model):
     """Its slot and its blocks go to the next row at once, and what was computed for it to nobody."""
     bus = Driver(model, SlotLM, graphs="plain", max_batch=2, kv_blocks=16, max_length=24, ahead=True)
