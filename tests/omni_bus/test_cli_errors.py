@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 
@@ -234,3 +236,24 @@ def test_a_fixture_tells_its_progress_without_a_terminal_too(
 def test_commands_that_ask_a_server_say_where_its_key_goes(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert outcome([command, "--help"]) == 0
     assert "OMNI_BUS_API_KEY" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupt_while_it_imports_leaves_no_traceback(ignored: bool) -> None:
+    """In the middle of the commands' imports. A shell's background job ignores Ctrl-C, and goes on."""
+    script = """
+        import os, runpy, signal, sys
+        class Interrupting:
+            def find_spec(self, name, path=None, target=None):
+                if name == "omni_bus.commands":
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupting())
+        sys.argv = ["omni-bus", "--version"]
+        runpy.run_module("omni_bus", run_name="__main__")
+    """
+    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, preexec_fn=ignore
+    )
+    assert done.stderr == ""
+    assert (done.returncode, bool(done.stdout)) == ((0, True) if ignored else (-signal.SIGINT, False))

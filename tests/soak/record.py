@@ -156,6 +156,7 @@ def _pair(spread: Mapping[str, float]) -> str:
 
 def write(directory: pathlib.Path, run: dict[str, Any]) -> None:
     """Add the run to the day's record, in place of an earlier one of the same seed."""
+    directory.mkdir(parents=True, exist_ok=True)
     stem = directory / f"{run['date']}-soak"
     file = stem.with_suffix(".json")
     runs = json.loads(file.read_text())["runs"] if file.exists() else []

@@ -26,6 +26,8 @@ REMEMBERED_S = (
     90.0  # for how long a fault may explain a refusal: a worker that died again and again is started again after 30 s
 )
 
+STARTS_S = 2.0  # Python, on a busy machine
+
 ALWAYS = ("kill", "stop", "pause", "cut")
 WAYS = {
     "supervisor": ("pause", "cut"),
@@ -104,6 +106,8 @@ class Strikes:
         with contextlib.suppress(psutil.NoSuchProcess):
             if way in IN_A_STEP and not _listens(process, IN_A_STEP[way]):
                 return  # it has only just been started
+            if way == "leave" and time.time() - process.create_time() < STARTS_S:
+                return  # Ctrl-C before the first line of ours: Python itself prints a traceback
             self.faults.append(Fault(time.monotonic(), victim, way, process.pid))
             print(f"{way:9s} {victim}", flush=True)
             await self._do(way, kind, process, pause_s)
