@@ -66,17 +66,21 @@ def pids(server: Server) -> dict[str, int]:
     return {name: process.pid for name, process in server.processes().items()}
 
 
-async def open_requests(server: Server) -> dict[str, int]:
+def open_requests(server: Server) -> dict[str, int]:
     """Worker → requests that are bound to it and have not finished there."""
-    status = await asyncio.to_thread(server.get, "/v1/status")
-    return {replica["worker"]: replica["requests"] for stage in status["stages"] for replica in stage["replicas"]}
+    stages = server.get("/v1/status")["stages"]
+    return {replica["worker"]: replica["requests"] for stage in stages for replica in stage["replicas"]}
 
 
 async def until_open(server: Server, workers: Sequence[str], count: int) -> dict[str, int]:
     """Until they have so many requests between them; what each worker then has."""
-    async with asyncio.timeout(BACK_S):
-        while sum((found := await open_requests(server))[worker] for worker in workers) != count:
-            await asyncio.sleep(0.02)
+    found: dict[str, int] = {}
+
+    def reached() -> bool:
+        found.update(open_requests(server))
+        return sum(found[worker] for worker in workers) == count
+
+    await asyncio.to_thread(eventually, reached, BACK_S, f"{' and '.join(workers)} have {count} requests")
     return found
 
 
