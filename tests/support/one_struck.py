@@ -15,8 +15,15 @@ from tests.support.cut_socket import cut_unix_sockets
 from tests.support.running_server import Server, eventually
 
 BACK_S = 120.0
-LOST, FAILED, NO_MEMORY = "replica_lost", "stage_failed", "out_of_memory"
-ENDS_IN = {"kill": LOST, "stop": LOST, "hang": LOST, "cut": LOST, "raise": FAILED, "no memory": NO_MEMORY}
+# A way to go → what requests on a worker that goes in it end in.
+ENDS_IN = {
+    "kill": "replica_lost",
+    "stop": "replica_lost",
+    "hang": "replica_lost",
+    "cut": "replica_lost",
+    "raise": "stage_failed",
+    "no memory": "out_of_memory",
+}
 ENDS_ITS_PROCESS = frozenset({"kill", "stop", "hang"})
 IN_USE = ("running", "waiting", "kv_blocks_used", "slots_used", "segments_used", "held")
 
@@ -36,7 +43,7 @@ def strike(process: psutil.Process, way: str) -> None:
 
 @contextlib.contextmanager
 def held(server: Server, names: Sequence[str]) -> Iterator[None]:
-    """They stand still within the block, for less time than the server needs to notice; one that was killed meanwhile is gone."""
+    """They stand still within the block, for less time than the server needs to notice. One of them may be killed meanwhile."""
     processes = server.processes()
     for name in names:
         processes[name].suspend()
@@ -99,11 +106,9 @@ def _settled(server: Server, names: frozenset[str]) -> bool:
         status = server.get("/v1/status")
         replicas = [replica for stage in status["stages"] for replica in stage["replicas"]]
         running = pids(server)
-        idle = not any(status["requests"].values()) and not any(
-            (each["load"] or {}).get(key, 1) for each in replicas for key in IN_USE
-        )
+        in_use = any((each["load"] or {}).get(key, 1) for each in replicas for key in IN_USE)
         ready = all(each["state"] == "ready" and each["pid"] == running.get(each["worker"]) for each in replicas)
-        return idle and ready and set(running) == names and server.ready()
+        return not any(status["requests"].values()) and not in_use and ready and set(running) == names and server.ready()
     return False
 
 

@@ -25,22 +25,19 @@ HALVES = (PLACES[:8], PLACES[8:])
 TEXT_ONLY = range(0, 16, 4)
 SPEAKERS = [place for place in PLACES if place not in TEXT_ONLY]
 TOKENS, FRAMES = 24, 26
-FIRST = (
-    16  # harbours 16 to 31. Where two experts of a layer weigh the same to the last bit, as for 5, it is the batch that decides
-)
+FIRST = 16  # of harbours 16 to 31. Where two experts of a layer weigh the same to the last bit, as for 5, the batch decides
 PATIENCE_S = 200.0
 
 
 @dataclasses.dataclass(slots=True)
 class Heard:
-    """One stream. `end`: "done", an error's code, or BROKEN; "" while it runs. `port`: of its connection, at this end."""
+    """One stream. `packets`: (arrival on the monotonic clock, length) of its sound, in seconds. `end`: "done", an error's code, or
+    BROKEN; "" while it runs. `port`: of its connection, at this end."""
 
     place: int
     text: str = ""
-    pcm: bytes = b""
-    packets: list[tuple[float, float]] = dataclasses.field(
-        default_factory=list
-    )  # (arrival on the monotonic clock, length), seconds
+    pcm: bytes = dataclasses.field(default=b"", repr=False)  # 16 bits, mono
+    packets: list[tuple[float, float]] = dataclasses.field(default_factory=list, repr=False)
     end: str = ""
     port: int = 0
 
@@ -183,9 +180,8 @@ class Undisturbed:
         """Who ended "done" heard all of it, text for text and sample for sample; who broke heard how it begins."""
         for each in heard:
             expected = self.heard[each.place]
-            assert expected.text.startswith(each.text) and expected.pcm.startswith(each.pcm), (
-                f"place {each.place}: another answer"
-            )
+            assert expected.text.startswith(each.text), f"place {each.place}: another text"
+            assert expected.pcm.startswith(each.pcm), f"place {each.place}: another sound"
             if each.end == "done":
                 assert (each.text, each.pcm) == (expected.text, expected.pcm), f"place {each.place}: not all of it"
                 assert each.text and bool(each.pcm) == (each.place in SPEAKERS)
@@ -204,9 +200,9 @@ def longest_silence_s(heard: Iterable[Heard]) -> float:
     return max((each.silence_s for each in heard if each.end == "done"), default=0.0)
 
 
-def sound(place: int, seconds: float = 8.0) -> dict[str, Any]:
-    """A hum of its own for each place as a part of content. Its features are larger than what travels inline."""
-    hum = 0.3 * np.sin(2 * np.pi * (120 + 40 * place) * np.arange(int(seconds * 16_000)) / 16_000)
+def sound(place: int) -> dict[str, Any]:
+    """Eight seconds of a hum of its own for each place, as a part of content. Its features are larger than what travels inline."""
+    hum = 0.3 * np.sin(2 * np.pi * (120 + 40 * place) * np.arange(8 * 16_000) / 16_000)
     data = base64.b64encode(wav(hum.astype(np.float32))).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 

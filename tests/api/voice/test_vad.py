@@ -128,7 +128,7 @@ def test_silence_noise_and_clicks_are_no_turn(vad: Vad) -> None:
 
 def test_threshold(vad: Vad, question: Samples) -> None:
     """In the same noise a low threshold hears speech that a high one does not."""
-    heard = with_noise(numpy.concatenate([silence(1.0), 0.02 * question, silence(1.0)]), 0.004)
+    heard = with_noise(numpy.concatenate([silence(1.0), 0.03 * question, silence(1.0)]), 0.004)
     assert turns(vad, heard, ServerVad(threshold=0.1))
     assert not turns(vad, heard, ServerVad(threshold=0.98))
     assert turns(vad, silence(0.1), ServerVad(threshold=0.0)) == [SpeechStarted(0)]
