@@ -61,7 +61,7 @@ def test_the_wheel_claims_no_other_name_and_brings_the_command(wheel: pathlib.Pa
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (entry_points,) = [name for name in names if name.endswith("/entry_points.txt")]
-        assert "omni-bus = omni_bus.cli:main" in archive.read(entry_points).decode()
+        assert "omni-bus = omni_bus.__main__:run" in archive.read(entry_points).decode()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"omni_bus"}
 
 
