@@ -1,8 +1,8 @@
 """What this process has sent, edge by edge: sequence numbers, credits, tensors that wait for their consumer, chunks that wait.
 
 A chunk waits in its edge's queue while the edge has no credit, or the connector no room; its request's stage is paused meanwhile,
-so a queue holds no more than two steps' emissions: one may have begun by then. Chunks that wait for room go in the order in which they came, over all
-requests.
+so a queue holds no more than two steps' emissions: one may have begun by then. Chunks that wait for room go in the order in which
+they came, over all requests.
 """
 
 from __future__ import annotations

@@ -234,8 +234,7 @@ async def test_a_cut_socket_is_made_again_and_no_process_ends(server: Server) ->
     before = {name: process.pid for name, process in server.processes().items()}
     async with load_on(server) as load:
         for victim, codes in (
-            # Its tensors are free as soon as it notices, which may be before the broker does: who reads one of them then says so first.
-            ("relay.0", {"done", "replica_lost", "stale_tensor"}),
+            ("relay.0", {"done", "replica_lost"}),
             ("api.0", {"done", "broker_lost"}),
             ("supervisor", {"done"}),
         ):
